@@ -222,21 +222,29 @@ def _kill(processes: Sequence[_Process], folder: Path, owner: int) -> bool:
     return True
 
 
+_RAISING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+
+
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Keep Ctrl-C until the body is over: a pass that is left half-way ends the group."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    """Keep Ctrl-C, SIGTERM and SIGHUP, whose handlers raise, until the body is over: a pass that is left half-way ends
+    the group.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept: list[tuple[int, object]] = []
-    signal.signal(signal.SIGINT, lambda *what: kept.append(what))
+    handlers = {number: found for number in _RAISING if callable(found := signal.getsignal(number))}
+    kept: set[int] = set()
+    for number in handlers:
+        signal.signal(number, lambda came, _frame: kept.add(came))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-    if kept:
-        handler(signal.SIGINT, None)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, handler in handlers.items():  # the end of the program before that of a call
+        if number in kept:
+            handler(number, None)
 
 
 def meeting_folder() -> Path:

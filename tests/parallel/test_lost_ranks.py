@@ -225,8 +225,40 @@ def test_a_connection_that_is_known_to_be_closed_is_a_lost_rank(fails: str) -> N
         exchange.all_gather(torch.ones(1, 2))
 
 
-def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends the call, not the group: the next one is answered. Torch's threads are divided, and given back."""
+class Ended(KeyboardInterrupt):
+    """What the command line raises for SIGTERM and SIGHUP."""
+
+
+def end(number: int, _frame: object) -> None:
+    raise Ended(number)
+
+
+@pytest.fixture
+def ending() -> Iterator[None]:
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        assert signal.signal(number, handler) is end
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ([signal.SIGINT], KeyboardInterrupt),
+        ([signal.SIGTERM], Ended),
+        ([signal.SIGHUP], Ended),
+        ([signal.SIGINT, signal.SIGTERM], Ended),
+    ],
+    ids=["interrupt", "terminate", "hang-up", "both"],
+)
+def test_an_interrupt_waits_for_the_end_of_a_pass(
+    pair: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    ending: None,
+    numbers: list[signal.Signals],
+    told: type[BaseException],
+) -> None:
+    """A signal ends the call, not the group: the next one is answered. Torch's threads are divided, and given back."""
     torch.set_num_threads(3)
     with opened(pair) as llm:
         assert torch.get_num_threads() == 1
@@ -237,12 +269,14 @@ def test_an_interrupt_waits_for_the_end_of_a_pass(pair: SimpleNamespace, monkeyp
         def interrupted(x: torch.Tensor) -> list[torch.Tensor]:
             seen[0] += 1
             if seen[0] == 20:
-                signal.raise_signal(signal.SIGINT)
+                for number in numbers:
+                    signal.raise_signal(number)
             return parts(x)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(exchange, "_parts", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(told) as raised:
             llm.generate([token_ids(9)], PARAMS)
+        assert type(raised.value) is told
         assert llm.generate([token_ids(9)], PARAMS)[0].token_ids == expected
     assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
