@@ -30,7 +30,7 @@ from foretoken.errors import RankError
 from foretoken.machine.process import import_path
 from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.parallel.exchange import LostRankError, RankExchange
-from foretoken.parallel.plan import Plan
+from foretoken.parallel.plan import Plan, PlanKind
 
 PATIENCE_S = 4.0  # for another rank in a step; a step that waits longer for one has lost it
 LOAD_S = 900.0  # for the other ranks to load their parts, once rank 0 has its own
@@ -120,7 +120,9 @@ class RankGroup:
             if self.failure is not None:
                 self.end()
                 raise self.failure
-            if torch.get_num_threads() != self.num_threads:  # set since: the ranks' numbers belong together
+            # Set since: the ranks' numbers belong together in a pass. A learner, which asks for single matrices from a
+            # thread of its own, keeps its number.
+            if plan.kind not in (PlanKind.EMBED, PlanKind.OUTPUT) and torch.get_num_threads() != self.num_threads:
                 torch.set_num_threads(self.num_threads)
             try:
                 self.exchange.tell(plan, rows)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Awaitable, Iterator
@@ -223,6 +224,30 @@ def test_a_connection_that_is_known_to_be_closed_is_a_lost_rank(fails: str) -> N
     exchange._host = SimpleNamespace(**{"send": lambda *_: done, "recv": lambda *_: done, fails: raises})
     with pytest.raises(LostRankError, match="rank 0 is gone"):
         exchange.all_gather(torch.ones(1, 2))
+
+
+def test_a_learner_keeps_its_number_of_threads(pair: SimpleNamespace) -> None:
+    """It asks for embeddings and logits from a thread with one; passes are computed with the group's number."""
+    found, asked = list[int](), torch.tensor([1, 2])
+    torch.set_num_threads(4)
+    with opened(pair) as llm:
+        target = llm.target
+        assert isinstance(target, LeadModel)
+        assert target.group.num_threads == 2
+
+        def learn() -> None:
+            torch.set_num_threads(1)
+            target.output_logits(target.embed(asked))
+            found.append(torch.get_num_threads())
+
+        thread = threading.Thread(target=learn)
+        thread.start()
+        thread.join()
+        assert found == [1]
+        torch.set_num_threads(3)
+        llm.generate([token_ids(9)], PARAMS)
+        assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
 
 
 class Ended(KeyboardInterrupt):
