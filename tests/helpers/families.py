@@ -155,14 +155,28 @@ def shrunk(kind: type, overrides: dict[str, Any] | None = None) -> dict[str, Any
     return settings | (overrides or {})
 
 
+def _parts(kind: Any) -> dict[str, Any]:
+    """The configuration class of each nested configuration of `kind`, by name."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if hasattr(kind, "sub_configs_defaults"):
+        specs = kind.sub_configs_defaults.items()
+        return {
+            name: CONFIG_MAPPING[one.model_type] if one.config_class is AutoConfig else one.config_class
+            for name, one in specs
+        }
+    # Transformers 5.17 says of a part of no fixed class only what stands there by default, if anything does.
+    parts = {name: type(getattr(kind(), name)) if one is AutoConfig else one for name, one in kind.sub_configs.items()}
+    return {name: part for name, part in parts.items() if part is not type(None)}
+
+
 def family_config(family: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family]
     own = OVERRIDES.get(family, {})
     nested: dict[str, Any] = {}
-    for name, spec in kind.sub_configs_defaults.items():
-        part = CONFIG_MAPPING[spec.model_type] if spec.config_class.__name__ == "AutoConfig" else spec.config_class
+    for name, part in _parts(kind).items():
         nested[name] = (
             shrunk(part, OVERRIDES.get(part.model_type, {})) | {"model_type": part.model_type} | own.get(name, {})
         )
