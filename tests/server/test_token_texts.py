@@ -83,6 +83,24 @@ def test_what_stands_behind_the_cut_of_a_stop_string_has_no_text() -> None:
     assert divided(texts, "ab", b"b", b"cd", b"e") == ["ab", "", ""]
 
 
+@pytest.mark.parametrize(
+    ("text", "written", "expected"),
+    [
+        ("\u2581the cat sat", (b" the", b" cat", b" sat"), ["\u2581the", " cat", " sat"]),
+        ("\u2581the cat", (b"<s>", b" the", b" cat"), ["", "\u2581the", " cat"]),
+        ("xe\u0301y", (b"x", b"\xc3", b"\xa9", b"y"), ["x", "", "e\u0301", "y"]),
+        ("\u2581a\u2581b c a b", (b" a", b" b", b" c", b" a", b" b"), ["", "\u2581a\u2581b", " c", " a", " b"]),
+        ("a  b c", (b" a", b" b", b" c"), ["a", "  b", " c"]),
+    ],
+)
+def test_the_place_is_found_again_behind_what_is_spelt_otherwise(
+    text: str, written: tuple[bytes, ...], expected: list[str]
+) -> None:
+    found = TextDivision().divide(text, tokens_of(*written))
+    assert [one.text for one in found] == expected
+    assert [one.start for one in found] == [len("".join(expected[:place])) for place in range(len(expected))]
+
+
 def ask(script: Sequence[Any], path: str, granularity: str = "step", **body: Any) -> httpx2.Response:
     async def read() -> httpx2.Response:
         async with client_of(create_app(FakeBackend(script), ApiConfig(granularity=granularity))) as client:
@@ -132,7 +150,7 @@ def test_offsets_of_an_answer_do_not_depend_on_how_its_prompt_is_spelt() -> None
     reply = ask((Begun(((1,),)), answer, last), "/v1/completions", prompt="xe\u0301y", logprobs=0, echo=True)
     found = reply.json()["choices"][0]
     assert found["text"] == "xe\u0301yab"
-    assert found["logprobs"]["text_offset"][-2:] == [4, 5]
+    assert found["logprobs"]["text_offset"] == [0, 1, 3, 4, 5]
 
 
 def test_a_text_is_sent_with_the_token_that_completes_it() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from foretoken.backend.call import TokenEvent
+
+_SKIPPED = 3  # times as many characters as tokens write are looked through where a text is spelt otherwise
 
 
 class TextShare(NamedTuple):
@@ -20,7 +22,8 @@ class TextDivision:
     """Divides the text of one answer among its tokens, piece by piece, as far as tokens and characters agree.
 
     A character of several tokens stands with the last of them. Text that was held back stands with the first token of
-    the piece that brings it. Tokens that write nothing, such as an end token, have no text. `start` is the number of
+    the piece that brings it. Tokens that write nothing, such as an end token, have no text. Where characters are not
+    those that tokens write, they stand with the last token before one that agrees again. `start` is the number of
     characters before the answer.
     """
 
@@ -48,22 +51,28 @@ class TextDivision:
         self._num_given += len(text)
         return whole
 
-    def _taken(self, text: str, written: Sequence[str]) -> Iterator[tuple[str, str]]:
+    def _taken(self, text: str, written: Sequence[str]) -> list[tuple[str, str]]:
         """What `text` has of each part that was written, and what of it must still come."""
         place, is_held = 0, False
+        found, lost = list[tuple[str, str]](), 0  # characters of the parts since the last that was found
         for part in written:
+            own, share, held = part, "", ""
             if not place and self._num_given == self._start and text and not text.startswith(" "):
-                part = part.removeprefix(" ")  # SentencePiece drops the space in front of a text
-            share, held = "", ""
+                own = part.removeprefix(" ")  # SentencePiece drops the space in front of a text
             if is_held:
                 held = part
-            elif text.startswith(part, place):
-                share = part
-            elif len(text) - place < len(part) and part.startswith(text[place:]):
+            elif text.startswith(own, place):
+                share = own
+            elif len(text) - place < len(own) and own.startswith(text[place:]):
                 share, is_held = text[place:], True
-                held = part[len(share) :]
+                held = own[len(share) :]
+            elif lost and (skipped := text.find(part, place, place + _SKIPPED * lost + len(part)) - place) > 0:
+                found[-1] = text[place : place + skipped], ""  # spelt otherwise than its tokens
+                place, share = place + skipped, part
+            lost = 0 if share else lost + len(part)
             place += len(share)
-            yield share, held
+            found.append((share, held))
+        return found
 
     def _written(self, token: TokenEvent) -> str:
         return token.text if token.data is None else self._decoder.decode(token.data)
