@@ -247,6 +247,32 @@ def test_zero_points_that_old_releases_did_not_pack_are_read(source: Path, tmp_p
         assert torch.equal(open_weights(folder).read(f"{base}.weight", shape), expected)
 
 
+_ACTIVATIONS: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [{}, {"group_0": {"targets": ["LlamaAttention"], "weights": None, "input_activations": _ACTIVATIONS}}],
+    ids=["cache", "attention"],
+)
+def test_only_activations_may_be_quantised(source: Path, tmp_path: Path, groups: dict[str, Any]) -> None:
+    """They keep their format here, and the weights are plain."""
+    settings = {"quant_method": "compressed-tensors", "format": "naive-quantized", "kv_cache_scheme": _ACTIVATIONS}
+    form = PackedForm(
+        settings | {"config_groups": groups}, lambda weight: {"weight": weight}, lambda parts: parts["weight"]
+    )
+    folder = write_packed(tmp_path / "packed", source, form)
+    scales = {f"model.layers.0.self_attn.{one}_scale": torch.ones(1) for one in "kv"}
+    edit_state(folder, lambda state: state.update(scales))
+    weights, plain = open_weights(folder), open_weights(source)
+    weights.check(read_config(folder))
+    assert sorted(weights.own_names) == sorted(plain.own_names)
+    assert all(
+        torch.equal(weights.read(name, plain.shape(name)), plain.read(name, plain.shape(name))) for name in plain.names
+    )
+    load_decoder(folder)
+
+
 # --- malformed files ---
 
 
@@ -354,7 +380,9 @@ def test_broken_tensors_are_refused_by_name(
         ("awq", {"bits": 8}, UnsupportedModelError, "bits=8 of AWQ"),
         ("awq", {"version": "gemv"}, UnsupportedModelError, "version='gemv'"),
         ("int4", {"config_groups": {}}, CheckpointError, "config_groups={} must be an object that describes"),
-        ("int4", {"config_groups": {"a": {"weights": None}}}, CheckpointError, "an object with weights"),
+        ("int4", {"config_groups": {"a": None}}, CheckpointError, "a=None must be an object that describes"),
+        ("int4", {"config_groups": {"a": {"weights": None}}}, CheckpointError, r"weight_packed .* no scheme"),
+        ("int4", {"config_groups": {}, "kv_cache_scheme": {}}, CheckpointError, r"weight_packed .* no scheme"),
         ("int4", {"format": "nvfp4-pack-quantized"}, UnsupportedModelError, "nvfp4"),
         ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, UnsupportedModelError, "sparsity_config"),
         ("int4", {"transform_config": {"config_groups": {"R1": {}}}}, UnsupportedModelError, "transform_config"),

@@ -93,14 +93,16 @@ class CompressedFormat:
         if transform is not None and transform.raw.get("config_groups"):
             raise UnsupportedModelError(f"{fields.where}: transform_config is not read here")
         groups = fields.fields("config_groups")
-        if groups is None or not groups.raw:
+        if groups is None or not (groups.raw or fields.has("kv_cache_scheme")):
             raise fields.refusal("config_groups", "an object that describes the quantised modules")
         schemes = []
         for name in groups.raw:
             group = groups.fields(name)
-            weights = None if group is None else group.fields("weights")
-            if group is None or weights is None:
-                raise groups.refusal(name, "an object with weights")
+            if group is None:
+                raise groups.refusal(name, "an object that describes some modules")
+            weights = group.fields("weights")
+            if weights is None:  # only activations or the cache are quantised
+                continue
             if group.text("format", "dense") not in _FORMATS:
                 raise UnsupportedModelError(f"{group.where}: format={shown(group.raw['format'])} is not read here")
             schemes.append(_Scheme.of(weights))
