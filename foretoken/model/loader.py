@@ -41,7 +41,14 @@ from foretoken.model.layers import Embedding, Linear, packs_with_own_kernel
 from foretoken.model.matrices.codes import Allocate, GroupedCodes, SharedPages
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
 from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
-from foretoken.model.packed.weights import PackedWeights, assembled, method_of, packed_format
+from foretoken.model.packed.weights import (
+    OLDER_SETTINGS,
+    PackedWeights,
+    assembled,
+    method_of,
+    older_settings,
+    packed_format,
+)
 from foretoken.model.rope import RowOrders, in_order
 from foretoken.model.sharding import Collective, Shard
 from foretoken.model.weights import EMBEDDING, HEAD, TensorSource, Weights
@@ -87,7 +94,8 @@ def open_weights(folder: Path) -> TensorSource:
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         return Weights(folder)
-    fields = Fields({**family.defaults, **raw}, str(file))
+    older = older_settings(folder, raw)
+    fields = Fields({**family.defaults, **raw, **older}, str(folder / OLDER_SETTINGS if older else file))
     weights: Weights | PackedWeights
     if family.experts is not None and (method_of(fields) in (None, "mxfp4")):
         weights = ExpertWeights(folder, family.experts)

@@ -30,6 +30,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BASE = "model."  # what names of all tensors but the head begin with
 AS_CODES = "multiplied by its codes on a CPU, elsewhere dequantised when loaded"  # what becomes of a quantised type
+_OLDER_WEIGHTS = "gptq_model-*.safetensors"  # as AutoGPTQ named them
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tables that old checkpoints carry and every implementation computes afresh.
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|position_ids)$")
@@ -180,8 +181,9 @@ class TensorSource(ABC):
 class Weights(TensorSource):
     """The tensors of a checkpoint folder by name, whole files and shards alike; nothing is read until asked for.
 
-    `whole` is the name of the file that holds all of them, if there is one. With `is_decoder` the names are those of a
-    whole model, also where the base model was saved alone (transformers' `AutoModel`), whose names lack "model.".
+    `whole` is the name of the file that holds all of them, if there is one; AutoGPTQ's name is known too. With
+    `is_decoder` the names are those of a whole model, also where the base model was saved alone (transformers'
+    `AutoModel`), whose names lack "model.".
 
     Raises:
         CheckpointError: no safetensors, a missing shard, or a truncated or corrupt file.
@@ -224,8 +226,12 @@ class Weights(TensorSource):
                         f"shard {file.name} is missing in {self.folder}; {INDEX} lists it: download the folder again"
                     )
             return files
+        older = sorted(self.folder.glob(_OLDER_WEIGHTS))
+        if len(older) == 1:
+            return older
         refuse_pickle(self.folder)
-        raise CheckpointError(f"{self.folder} holds neither {self._whole} nor {INDEX}")
+        found = f", but {older[0].name} and {len(older) - 1} more: save it again in one file" if older else ""
+        raise CheckpointError(f"{self.folder} holds neither {self._whole} nor {INDEX}{found}")
 
     def _read_index(self) -> dict[str, str]:
         fields = Fields(read_json(self.folder / INDEX), str(self.folder / INDEX))

@@ -138,6 +138,45 @@ def test_the_newer_key_names_gptq_s_format_too(source: Path, tmp_path: Path) -> 
     assert torch.equal(open_weights(folder).read(tensor, (96, 64)), expected)
 
 
+def as_autogptq_wrote(folder: Path, **changes: Any) -> None:
+    """The settings beside config.json and without a method; the file of weights named after them."""
+    raw = json.loads((folder / "config.json").read_text())
+    own = raw.pop("quantization_config")
+    del own["quant_method"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "quantize_config.json").write_text(json.dumps(own | changes))
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-32g.safetensors")
+
+
+def test_settings_and_weights_where_autogptq_kept_them_are_read(source: Path, tmp_path: Path) -> None:
+    folder, older = (write_packed(tmp_path / name, source, FORMS["gptq"]) for name in ("packed", "older"))
+    as_autogptq_wrote(older)
+    assert native_config(older) == native_config(folder)
+    weights, same = open_weights(older), open_weights(folder)
+    assert isinstance(weights, PackedWeights)
+    assert torch.equal(weights.read(f"{GATE}.weight", (96, 64)), same.read(f"{GATE}.weight", (96, 64)))
+    with LLM(older, SpecConfig()) as llm:
+        assert llm.generate([token_ids(9)], SamplingParams(max_tokens=2, ignore_eos=True))
+    (older / "gptq_model-other.safetensors").write_bytes((older / "gptq_model-4bit-32g.safetensors").read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"neither model\.safetensors nor .*, but gptq_model-4bit-32g\.safetensors"
+    ):
+        open_weights(older)
+
+
+def test_older_settings_are_refused_by_their_file(source: Path, tmp_path: Path) -> None:
+    folder = write_packed(tmp_path / "packed", source, FORMS["gptq"])
+    as_autogptq_wrote(folder, bits=3)
+    with pytest.raises(UnsupportedModelError, match=r"quantize_config\.json: .*bits=3 of GPTQ"):
+        read_config(folder)
+
+
+def test_older_settings_beside_plain_weights_mean_nothing(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "plain")
+    (tmp_path / "plain" / "quantize_config.json").write_text("{}")
+    assert read_config(tmp_path / "plain") == read_config(source)
+
+
 def test_weights_to_train_or_to_write_are_numbers(source: Path, tmp_path: Path) -> None:
     decoder = load_decoder(write_packed(tmp_path / "packed", source, FORMS["gptq"]), pack=False)
     assert all(module.packed is None for module in decoder.modules() if isinstance(module, Linear))

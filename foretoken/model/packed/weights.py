@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import Fields, shown
+from foretoken.model.fields import Fields, read_json, shown
 from foretoken.model.matrices.codes import BLOCK_ROWS, Allocate, GroupedCodes, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import GroupedWeight
 from foretoken.model.packed.compressed import CompressedFormat
@@ -57,6 +57,7 @@ def _expanded(weight: GroupedWeight) -> dict[str, Tensor]:
     return {"codes": weight.codes, "scales": scales} | ({} if minimums is None else {"minimums": minimums})
 
 
+OLDER_SETTINGS = "quantize_config.json"
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 
 
@@ -68,6 +69,21 @@ def method_of(config: Fields) -> str | None:
     """
     fields = config.fields("quantization_config")
     return None if fields is None or not fields.raw else fields.text("quant_method", "unknown")
+
+
+def older_settings(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What AutoGPTQ kept in a file of its own, as `config.json` has it now; nothing where `raw` has it, or no matrix is
+    packed.
+
+    Raises:
+        CheckpointError: a file is missing or malformed.
+    """
+    path = folder / OLDER_SETTINGS
+    if raw.get("quantization_config") is not None or not path.exists():
+        return {}
+    if not any(name.endswith(".qweight") for name in Weights(folder).names):
+        return {}
+    return {"quantization_config": {"quant_method": "gptq", **read_json(path)}}
 
 
 def packed_format(config: Fields) -> PackedFormat | None:
