@@ -177,6 +177,16 @@ def test_older_settings_beside_plain_weights_mean_nothing(source: Path, tmp_path
     assert read_config(tmp_path / "plain") == read_config(source)
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_plain_weights_under_settings_of_packed_ones_are_refused(source: Path, tmp_path: Path, name: str) -> None:
+    """A folder of two checkpoints: which of them was meant is not known."""
+    folder = write_packed(tmp_path / "packed", source, FORMS[name])
+    shutil.copy(source / "model.safetensors", folder)
+    for read in (load_decoder, native_config):
+        with pytest.raises(CheckpointError, match=r"no tensor is packed .*\.qweight\).* take the key out"):
+            read(folder)
+
+
 def test_weights_to_train_or_to_write_are_numbers(source: Path, tmp_path: Path) -> None:
     decoder = load_decoder(write_packed(tmp_path / "packed", source, FORMS["gptq"]), pack=False)
     assert all(module.packed is None for module in decoder.modules() if isinstance(module, Linear))

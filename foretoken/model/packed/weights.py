@@ -126,6 +126,11 @@ class PackedWeights(TensorSource):
         self.folder, self._files, self._form = folder, Weights(folder, is_decoder=True), form
         found = (form.base_of(name, self._files.stored(name)) for name in self._files.names)
         self._packed = {f"{base}.weight": base for base in found if base is not None}
+        if not self._packed and isinstance(form, GptqFormat | AwqFormat):  # which pack something of every model
+            raise CheckpointError(
+                f"{folder}: config.json has a quantization_config, and no tensor is packed (none is named *.qweight): "
+                "download the folder again, or take the key out to run the plain weights"
+            )
         self._shapes = {name: form.shape(base, self._files) for name, base in self._packed.items()}
         self._parts = {
             f"{base}.{part.ending}"
