@@ -212,6 +212,7 @@ def test_c1_tools_that_might_be_called_are_refused(trial: Trial) -> None:
         trial.refused(CHAT, {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}, param="tools")
     trial.refused(CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, param="functions")
     trial.refused(CHAT, {"messages": HELLO, "web_search_options": {}}, param="web_search_options")
+    trial.refused(CHAT, {"messages": HELLO, "audio": {}}, param="audio")
     trial.refused(CHAT, {"messages": HELLO, "function_call": {"name": "f"}}, param="function_call")
     two = {"messages": HELLO, "tools": TOOLS * 2, "tool_choice": "none"}
     trial.refused(CHAT, two, param="tools")

@@ -320,11 +320,11 @@ def _check_prompts(prompts: Sequence[Any], terms: Terms) -> None:
 
 def _refuse_chat_features(body: ChatRequest) -> None:
     """What would change the answer and does not exist here."""
-    for name in ("audio", "chat_template"):
-        if getattr(body, name):
+    if body.chat_template:
+        raise unsupported("chat_template", "is not supported")
+    for name in ("audio", "web_search_options"):
+        if getattr(body, name) is not None:  # an empty object asks for them, too
             raise unsupported(name, "is not supported")
-    if body.web_search_options is not None:  # an empty object asks for a search, too
-        raise unsupported("web_search_options", "is not supported")
     if body.functions and body.function_call != "none":
         raise unsupported("functions", "is not supported; use tools")
     if body.function_call not in (None, "none", "auto"):
