@@ -194,7 +194,7 @@ def check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
-        raise StorageError(f"cannot write to {folder}: {error}") from error
+        raise StorageError(f"cannot write to {folder}: {_without_name(error)}") from error
 
 
 def check_file(field: str, path: Path) -> None:
@@ -209,6 +209,9 @@ def check_file(field: str, path: Path) -> None:
             raise StorageError(f"{field}: cannot write {str(path)!r}: a path cannot hold the character NUL")
         if path.is_dir():
             raise StorageError(f"{field}: cannot write {path}: it is a folder; name a file")
+        if not path.parent.is_dir():
+            wrong = "is a file; name" if path.parent.exists() else "is not there; make it first, or name"
+            raise StorageError(f"{field}: cannot write {path}: {path.parent} {wrong} another folder")
         if path.exists():
             writable = os.access(path, os.W_OK)
         else:
@@ -217,9 +220,14 @@ def check_file(field: str, path: Path) -> None:
     except StorageError:
         raise
     except (OSError, ValueError) as error:
-        raise StorageError(f"{field}: cannot write {path}: {error}") from error
+        raise StorageError(f"{field}: cannot write {path}: {_without_name(error)}") from error
     if not writable:
         raise StorageError(f"{field}: cannot write {path}: it is protected")
+
+
+def _without_name(error: OSError | ValueError) -> str:
+    """What went wrong, without the name of the temporary file that was tried."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def cache_folder(name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -125,6 +126,11 @@ def test_places_are_tried_before_the_work(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere" / "x", tmp_path / "file" / "x", Path("a\0b")):
         with pytest.raises(StorageError, match="out: cannot write"):
             check_file("out", path)
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(StorageError, match=f"{nowhere / 'x'}: {nowhere} is not there; make it first"):
+        check_file("out", nowhere / "x")
+    with pytest.raises(StorageError, match=f"{tmp_path / 'file'} is a file; name another folder"):
+        check_file("out", tmp_path / "file" / "x")
     check_folder(tmp_path / "made" / "here")
     with pytest.raises(StorageError, match="cannot write to"):
         check_folder(tmp_path / "file")
@@ -132,6 +138,17 @@ def test_places_are_tried_before_the_work(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(StorageError, match="corpus: cannot read"):
             check_readable("corpus", path)
+
+
+def test_the_name_of_a_file_that_was_only_tried_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "tmp123"))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    with pytest.raises(StorageError, match=f"out: cannot write {tmp_path / 'x'}: Permission denied$"):
+        check_file("out", tmp_path / "x")
+    with pytest.raises(StorageError, match=f"cannot write to {tmp_path}: Permission denied$"):
+        check_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
