@@ -32,7 +32,7 @@ _OTHER_VARIABLES = frozenset(
 )
 # In words what an option takes, and the types of TOML that say it. A number may stand where a text is expected:
 # num_draft = 5.
-_WORDS: Mapping[type, str] = {
+WORDS: Mapping[type, str] = {
     int: "a whole number",
     float: "a finite number",
     bool: "true or false",
@@ -129,7 +129,7 @@ class _Kind:
     @property
     def words(self) -> str:
         """For an error."""
-        return f"a list, each {_WORDS[self.item]}" if self.is_list else _WORDS[self.item]
+        return f"a list, each {WORDS[self.item]}" if self.is_list else WORDS[self.item]
 
 
 def resolved(root: TyperGroup, only: frozenset[str] | None = None) -> Iterator[tuple[str, str, Any, str]]:
@@ -166,7 +166,7 @@ def _from_text(kind: _Kind, variable: str, value: str) -> str | list[str]:
     if kind.is_list:
         return _texts(variable, value) if value.lstrip().startswith("[") else value.split(",")
     if not _reads(kind.item, value):
-        raise ConfigError(variable, value, f"must be {_WORDS[kind.item]}")
+        raise ConfigError(variable, value, f"must be {WORDS[kind.item]}")
     return value
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from foretoken.cli.origins import WORDS
+from foretoken.errors import ConfigError
 from foretoken.files import map_texts
 from foretoken.printing.console import Console, encodable, shortened, visible
 
@@ -103,4 +105,15 @@ def show_usage_error(error: typer.BadParameter, console: Console) -> None:
         return
     if error.ctx is not None:
         console.line(f"{' '.join(error.ctx.get_usage().split())}; try {error.ctx.command_path} --help")
-    console.message(f"error: {error.format_message()}", style="red")
+    console.message(f"error: {_message(error)}", style="red")
+
+
+def _message(error: typer.BadParameter) -> str:
+    """What is wrong, in the words of a variable or a setting of this option: typer names neither value nor remedy."""
+    reasons = getattr(error.__cause__, "errors", None)  # of pydantic, which typer reads values with since 0.29
+    name = str(getattr(getattr(error, "param", None), "name", ""))
+    for reason in reasons() if reasons is not None else ():
+        for kind, words in WORDS.items():
+            if reason["type"].startswith(f"{kind.__name__}_"):
+                return str(ConfigError(name, reason["input"], f"must be {words}"))
+    return error.format_message()
