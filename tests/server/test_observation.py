@@ -48,6 +48,7 @@ def test_metrics_and_history_count_what_responses_say(backend: LocalBackend, tmp
                     reports.append(events_of(answer.text)[-1] if stream else answer.json())
             assert (await client.post("/v1/completions", json={"prompt": 3})).status_code == 400
             text = (await client.get("/metrics")).text
+            assert (await client.head("/metrics")).status_code == 200
         assert SECRET not in text
         return reports, before, samples(text)
 

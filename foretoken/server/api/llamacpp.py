@@ -59,7 +59,8 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
     for one in openai:
         for route in one.routes:
             if isinstance(route, APIRoute) and (bare := route.path.removeprefix("/v1")) in LLAMA_PATHS:
-                router.add_api_route(bare, route.endpoint, methods=sorted(route.methods or ()))
+                methods, is_shown = sorted(route.methods or ()), route.include_in_schema
+                router.add_api_route(bare, route.endpoint, methods=methods, include_in_schema=is_shown)
 
     async def completion(body: LlamaFields, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)

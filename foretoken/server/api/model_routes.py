@@ -38,6 +38,7 @@ def status_router(api: Api) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
+    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", summary="The served models")
     async def models() -> Response:
         info = api.backend.info
@@ -46,6 +47,7 @@ def status_router(api: Api) -> APIRouter:
         pages = {"has_more": False, "first_id": next(iter(ids), None), "last_id": next(reversed(ids), None)}
         return json_response({"object": "list", "data": listed, **pages})
 
+    @router.head("/v1/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}", summary="One served model")
     async def model(name: str) -> Response:
         info = api.backend.info
@@ -66,6 +68,7 @@ def status_router(api: Api) -> APIRouter:
         api.ready_info()
         return json_response({"status": "ready"})
 
+    @router.head("/version", include_in_schema=False)
     @router.get("/version", summary="The version of this server")
     async def version() -> Response:
         return json_response({"version": __version__})
