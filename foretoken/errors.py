@@ -148,3 +148,8 @@ def _shorten(value: object, limit: int = 80) -> str:
         return text
     head = limit // 2
     return text[:head] + "..." + text[head + 3 - limit :]
+
+
+def install(extra: str) -> str:
+    """How the packages of an extra are installed, for errors; foretoken is on no package index."""
+    return f"pip install '.[{extra}]' in a checkout, or pip install 'foretoken[{extra}]' where a wheel is installed"

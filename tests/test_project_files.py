@@ -32,7 +32,7 @@ def test_extras_that_errors_name_exist() -> None:
     named = {
         extra
         for path in (ROOT / "foretoken").rglob("*.py")
-        for extra in re.findall(r"foretoken\[(\w+)\]", path.read_text(encoding="utf-8"))
+        for extra in re.findall(r"(?:foretoken\[|\binstall\([\"'])(\w+)", path.read_text(encoding="utf-8"))
     }
     assert {"otel", "server", "structured"} <= named
     assert named <= set(PROJECT["project"]["optional-dependencies"])

@@ -25,7 +25,7 @@ from foretoken.backend.answering import (
     check_question,
 )
 from foretoken.backend.registry import BackendOptions
-from foretoken.errors import ForetokenError, InputError, StorageError, UnsupportedModelError
+from foretoken.errors import ForetokenError, InputError, StorageError, UnsupportedModelError, install
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.names import model_folder
 
@@ -48,7 +48,7 @@ def _package() -> ModuleType:
     try:
         import openvino_genai
     except ImportError as error:
-        remedy = f"needs the package openvino-genai ({error}): pip install 'foretoken[openvino]'"
+        remedy = f"needs the package openvino-genai ({error}): {install('openvino')}"
         raise InputError("backends", OPENVINO, remedy) from None
     package: ModuleType = openvino_genai
     return package

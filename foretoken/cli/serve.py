@@ -23,7 +23,7 @@ from foretoken.cli.origins import SECRETS
 from foretoken.config import SpecConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, install
 from foretoken.files import check_file
 from foretoken.printing.console import Console
 from foretoken.scale.options import RayOptions
@@ -77,7 +77,7 @@ def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness]
         ConfigError: their packages are not installed.
     """
     if options.ray and find_spec("ray") is None:
-        raise ConfigError("ray", True, "Ray is not installed: pip install 'foretoken[ray]'")
+        raise ConfigError("ray", True, f"Ray is not installed: {install('ray')}")
     try:  # late: these are in the extra `server`, which other verbs do without
         if not options.ray:
             from foretoken.server.run import run_server
@@ -85,7 +85,7 @@ def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness]
             return run_server
         from foretoken.scale.run import run_on_ray
     except ModuleNotFoundError as error:
-        raise ConfigError("serve", error.name, "is not installed: pip install 'foretoken[server]'") from error
+        raise ConfigError("serve", error.name, f"is not installed: {install('server')}") from error
     return lambda config, on_ready: run_on_ray(config, options, on_ready)
 
 

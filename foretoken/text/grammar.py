@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from foretoken.config import SamplingParams
-from foretoken.errors import InputError
+from foretoken.errors import InputError, install
 from foretoken.params import check_text, plain_schema
 from foretoken.text import grammar_trial
 from foretoken.text.schema_numbers import check_numbers
@@ -163,7 +163,7 @@ def build_vocabulary(
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
     except ImportError as error:
-        raise InputError(field, value, "needs llguidance; pip install 'foretoken[structured]'") from error
+        raise InputError(field, value, f"needs llguidance: {install('structured')}") from error
     if tokenizer is None:
         raise InputError(
             field,

@@ -197,5 +197,5 @@ def test_without_ray_the_extra_is_named(foretoken: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr("foretoken.cli.serve.find_spec", lambda name: None)
     done = foretoken("serve", "--ray")
     assert done.code == 2
-    assert "pip install 'foretoken[ray]'" in done.err
+    assert "pip install '.[ray]' in a checkout, or pip install 'foretoken[ray]' where a wheel is installed" in done.err
     assert foretoken("serve", "--max-replicas", "0").code == 2

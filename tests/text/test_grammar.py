@@ -139,7 +139,7 @@ def test_what_is_needed_is_named(tmp_path: Path, model: Model, monkeypatch: pyte
     with pytest.raises(InputError, match="does not say which bytes its tokens stand for"):
         StructureCompiler(word_piece(tmp_path), 20, (0,)).compile(asked)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InputError, match=r"pip install 'foretoken\[structured\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[structured\]' in a checkout, or"):
         StructureCompiler(model.tokenizer, model.size, model.end_ids).compile(asked)
     assert StructureCompiler(None, 100, (0,)).compile(SamplingParams()) is None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client.samples import Sample
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, install
 from foretoken.server.observe.figures import RequestFigures, figures_of
 from foretoken.server.observe.metric_table import METRICS, PREFIX
 from foretoken.server.observe.metrics import ServerMetrics
@@ -107,7 +107,7 @@ def span_attributes(record: RequestRecord, figures: RequestFigures) -> dict[str,
 
 def missing_extra(error: ImportError) -> ConfigError:
     """What is said where OpenTelemetry's packages cannot be imported."""
-    return ConfigError("tracing", True, f"needs the extra otel: pip install 'foretoken[otel]' ({error})")
+    return ConfigError("tracing", True, f"needs the extra otel: {install('otel')} ({error})")
 
 
 class OpenTelemetryMetrics:
