@@ -61,6 +61,11 @@ class DrafterChoice:
         """The value of `field`, if this choice sets it."""
         return dict(self.fields).get(field)
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The draft model and the head that only this choice names."""
+        return tuple(value for field, value in self.fields if field in ("draft", "head"))
+
     @cached_property
     def takes(self) -> frozenset[str]:
         """Whether its configuration takes a draft, and its requests a prediction, given or not."""

@@ -105,7 +105,7 @@ def run_changing_load(
     longest = math.ceil(max(_LENGTHS) * options.max_tokens)
     opening = opened(options, names, max_batch=most, count=most, answer_tokens=longest, policies=policies)
     with opening as (stage, found):
-        kept = kept_turns(options, found, _OF_BATCHES)
+        kept = kept_turns(options, found, settings, _OF_BATCHES)
         try:
             known = restored_load(kept, settings) if kept.lines else None
             one = [_jobs(phase, found, phase.batch, options.max_tokens) for phase in options.phases]

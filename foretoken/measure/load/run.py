@@ -57,16 +57,21 @@ RESUMED = "The run was stopped and resumed; policies of adaptive settings starte
 
 
 def kept_turns(
-    options: LoadOptions, found: Mapping[str, Sequence[Ask]], without_effect: Iterable[str] = ()
+    options: LoadOptions,
+    found: Mapping[str, Sequence[Ask]],
+    settings: Iterable[BatchSetting],
+    without_effect: Iterable[str] = (),
 ) -> KeptFile:
-    """The file of `options.resume`. Besides the options, prompts, machine and versions must agree;
-    `without_effect` names options that this kind of run does not read.
+    """The file of `options.resume`. Besides the options, prompts, machine, versions and the models of `settings` must
+    agree; `without_effect` names options that this kind of run does not read.
 
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
     prompts = digest({name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()})
-    run = run_of(options, without_effect, (options.target, options.draft), machine=machine(), versions=versions())
+    models = [options.target, options.draft]
+    models += [model for one in settings if one.choice is not None for model in one.choice.models]
+    run = run_of(options, without_effect, models, machine=machine(), versions=versions())
     return KeptFile(options.resume, "bench load", run | {"prompts by content": prompts})
 
 
@@ -244,7 +249,7 @@ def _measured(
     samples: list[BatchSample],
 ) -> tuple[bool, bool]:
     """Fill `samples`; whether some were known from an earlier run, and whether Ctrl-C ended this one."""
-    with closing(kept_turns(options, found)) as kept:
+    with closing(kept_turns(options, found, settings)) as kept:
         samples += kept.restored(lambda line: restored(line, settings))
         num_known = len(samples)
         num_turns = len(settings) * len(options.batches) * (len(options.slices) * options.repeats + options.warmup)

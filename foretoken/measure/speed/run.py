@@ -221,7 +221,8 @@ def _samples_file(options: SpeedOptions) -> Path | None:
 
 def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str, str], given: bool) -> dict[str, Any]:
     """Everything that must agree for answers of two runs to stand in one table."""
-    models = () if given or LOCAL not in options.backends else (options.target, options.draft)
+    named = [model for choice in options.choices for model in choice.models]
+    models = () if given or LOCAL not in options.backends else (options.target, options.draft, *named)
     asked = digest([(one.name, one.slice, one.text, one.messages, one.prediction) for one in prompts])
     return run_of(options, models=models, machine=machine(), versions=dict(found)) | {"what the prompts ask": asked}
 

@@ -6,10 +6,14 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from foretoken.errors import InputError, StorageError
+from foretoken.measure.load.options import LoadOptions
+from foretoken.measure.load.run import kept_turns
+from foretoken.measure.load.settings import parse_batch_settings
 from foretoken.measure.progress import progress
 from foretoken.measure.speed import run as offline
 from foretoken.measure.speed.options import SpeedOptions
@@ -17,6 +21,7 @@ from foretoken.measure.speed.plan import SpeedSample, SpeedSetting
 from foretoken.measure.speed.run import SAMPLES_SUFFIX, run_speed
 from foretoken.measure.speed.turns import Samples
 from foretoken.printing.console import Console
+from tests.helpers.tiny_heads import tiny_head
 from tests.measure.fakes import FakeLLM, answer
 
 OPTIONS = SpeedOptions(
@@ -76,6 +81,26 @@ def test_other_options_are_refused_by_name(tmp_path: Path, changed: dict[str, ob
     with pytest.raises(InputError, match=f"resume=.*{field}"):
         run_speed(replace(options, **changed), FakeLLM())
     run_speed(replace(options, name="another"), FakeLLM())  # no answer depends on it
+
+
+def test_a_head_that_only_a_drafter_names_must_have_the_same_files(text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    head = tiny_head(tmp_path / "head", text_pair.target, "medusa")
+    target, kept = str(text_pair.target), tmp_path / "kept.jsonl"
+    speed = replace(OPTIONS, target=target, drafters=(f"medusa:head={head}",))
+    load = LoadOptions(target, settings=(f"medusa:head={head}-2",), resume=kept)
+    settings, _ = parse_batch_settings(load.settings, None)
+
+    def about() -> object:
+        return offline._about(speed, (), {}, given=False)
+
+    before = about()
+    for _ in range(2):
+        kept_turns(load, {}, settings).close()
+    config = head / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert about() != before
+    with pytest.raises(InputError, match=f"was measured with files of {head}="):
+        kept_turns(load, {}, settings)
 
 
 @pytest.mark.parametrize(
