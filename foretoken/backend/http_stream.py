@@ -37,9 +37,10 @@ class Stream:
     """One streamed answer as the client saw it; times in seconds by the client's clock.
 
     `pieces` are (time, tokens) of every event with text, of thinking or of the answer. `error` is "" for a complete
-    answer; otherwise the HTTP status, "connect", "timeout", "stream" (an error event), "cut" (an end without [DONE]) or
-    "interrupted"; `said` is what the server said of it. `num_drafted`, `num_accepted` and `num_steps` are None where
-    the server does not report them. `is_counted`: it said how many tokens the answer has; else a piece counts as one.
+    answer; otherwise the HTTP status, "connect", "timeout", "stream" (an error event, or an answer that was given up),
+    "cut" (an end without [DONE]) or "interrupted"; `said` is what the server said of it. `num_drafted`, `num_accepted`
+    and `num_steps` are None where the server does not report them. `is_counted`: it said how many tokens the answer
+    has; else a piece counts as one.
     """
 
     sent_s: float = 0.0
@@ -79,6 +80,9 @@ class EventReader:
 
     def _take_line(self, line: str) -> str | None:
         """Take in one line; the error or "" where the answer ends with it."""
+        if line.startswith("error:"):  # of older servers of llama.cpp
+            self.stream.said = said_in(line[6:].strip())
+            return "stream"
         if not line.startswith("data:"):
             if not self._has_events and not self.stream.said and not line.startswith(_OTHER_LINES):
                 self.stream.said = said_in(line)  # of a page, or an answer that is no stream
@@ -96,6 +100,10 @@ class EventReader:
             is_event = isinstance(chunk, Mapping) and not chunk.get("error")
             if is_event:
                 self._take(chunk)
+                reasons = [choice.get("finish_reason") for choice in chunk.get("choices") or ()]
+                if "abort" in reasons:  # of SGLang and vLLM: the answer was given up
+                    self.stream.said = "the answer ended with finish_reason 'abort'"
+                    return "stream"
         except (AttributeError, KeyError, TypeError, ValueError):  # not in the form of OpenAI's events
             is_event = False
         if not is_event:

@@ -305,6 +305,20 @@ def test_what_comes_in_place_of_a_stream_is_shown(fake: Fake) -> None:
     backend.close()
 
 
+def test_an_answer_that_a_server_gives_up_is_not_whole() -> None:
+    def failed(*lines: str) -> tuple[str, str]:
+        reader = EventReader(Stream(), time.perf_counter)
+        return reader.read(lines), reader.stream.said
+
+    text = 'data: {"choices": [{"text": "a"}]}'
+    error = 'error: {"code": 500, "message": "context shift is disabled", "type": "server_error"}'
+    for before in ((), (text, "")):
+        assert failed(*before, error) == ("stream", "context shift is disabled")
+    aborted = 'data: {"choices": [{"text": "", "finish_reason": "abort"}]}'
+    assert failed(text, aborted, "data: [DONE]") == ("stream", "the answer ended with finish_reason 'abort'")
+    assert failed(text, aborted.replace("abort", "stop"), "data: [DONE]") == ("", "")
+
+
 def test_an_answer_says_whether_its_tokens_were_counted(fake: Fake) -> None:
     backend = HttpBackend(ServerAddress(fake.url))
     assert backend.answer(Question("x"), OWN).is_counted
