@@ -230,13 +230,13 @@ class HttpBackend:
             raise server.no_model(error) from error
         self.model, self.owner = str(about["id"]), str(about.get("owned_by"))
         self.kind = KINDS.get(self.owner, ServerKind())
-        counts, self._reports = self.counters() is not None, self._is_reporting()
+        self._counts, self._reports = self.counters() is not None, self._is_reporting()
         self.capabilities = Capabilities(
             plain=self.kind.plain is not None,
             drafting=False,
             sampling=self.kind.repeats,
             token_ids="return_token_ids" in self.kind.fields,
-            draft_counts="total" if self._reports or counts else "none",
+            draft_counts="total" if self._reports or self._counts else "none",
             conversations=bool(about.get("has_chat_template", True)),
         )
 
@@ -295,6 +295,8 @@ class HttpBackend:
             after = self.counters() or before
             stream.num_drafted = round(after["drafted"] - before["drafted"])
             stream.num_accepted = round(after["accepted"] - before["accepted"])
+        elif stream.num_drafted is None and self._counts:  # llama.cpp leaves out of an answer what is 0
+            stream.num_drafted = stream.num_accepted = 0
         return _answer(reader)
 
     def room(self, _question: Question) -> None:

@@ -67,7 +67,7 @@ class Fake:
     def reply(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
         if path in ("/v1/models", "/v3/models"):
             return 200, "application/json", json.dumps({"data": [{"id": "fake", "owned_by": self.owner}]}).encode()
-        if path in ("/version", "/server_info"):
+        if path in ("/version", "/server_info", "/props"):
             return 404, "text/plain", b""
         if path == "/metrics":
             return (404, "text/plain", b"") if self.metrics is None else (200, "text/plain", self.metrics().encode())

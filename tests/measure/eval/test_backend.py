@@ -23,6 +23,7 @@ from foretoken.measure.eval.result import BACKEND_SCHEMA, EvalResult, read_resul
 from foretoken.measure.eval.run import BackendEvalRun
 from foretoken.measure.report import markdown
 from foretoken.server.api.app import create_app
+from tests.measure.endpoint import Fake, serving, tokens
 from tests.server.serving import served
 
 ANSWER = Answer((), "text", num_emitted=12, decode_tokens=11, decode_s=1.0)
@@ -167,6 +168,27 @@ def test_an_answer_without_a_word_on_drafts_drafted_nothing() -> None:
     result = result_of(Sometimes(), drafters=("tree",), temperatures=(0.0,))
     assert [sample.counts.num_drafted for sample in result.samples] == [0, *[8] * 11]
     assert "1 answers came without counts of drafts" in result.notes[-1]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_llama_cpp_server_that_never_drafted_counts_nothing(counts: bool) -> None:
+    """It leaves `draft_n` out of an answer for which nothing was drafted."""
+    series = "".join(f"llamacpp:spec_decode_num_{name}_tokens_total 0\n" for name in ("draft", "accepted"))
+    fake = Fake(owner="llamacpp", metrics=lambda: series if counts else "llamacpp:requests_processing 0\n")
+    fake.answer = lambda _number, _body: tokens("a", "b", timings={"predicted_n": 4})
+    with serving(fake):
+        asked = BackendEvalOptions(BackendSource(fake.url), temperatures=(0.0,))
+        with asked.source.open() as backend:
+            run = BackendEvalRun(asked, PROMPTS, "foretoken eval", backend)
+            if not counts:
+                with pytest.raises(InputError, match="reports no drafted and accepted tokens; acceptance cannot"):
+                    run.run()
+                return
+            run.run()
+    assert [(one.counts.num_drafted, one.counts.num_emitted) for one in run.samples] == [(0, 4)] * len(PROMPTS)
+    rows = rows_of(run.result())
+    assert (rows[0]["acceptance_rate"], run.num_silent) == (None, 0)
+    assert "served" in markdown(eval_report(run.result(), rows, None))
 
 
 def test_a_price_times_answers_and_asks_plainly_too() -> None:
