@@ -28,6 +28,7 @@ from foretoken.printing.console import seconds_text
 from foretoken.simulate import simulate as simulation
 from foretoken.simulate.inputs import (
     MAX_REQUESTS,
+    MAX_TOKENS,
     PLAIN,
     Chances,
     Job,
@@ -176,11 +177,12 @@ def lengths_of(field: str, text: str) -> Lengths:
     """A number of tokens, or LOW-HIGH.
 
     Raises:
-        InputError: neither.
+        InputError: neither, or more than can be simulated.
     """
     low, found, high = text.partition("-")
     if not is_count(low) or (found and not is_count(high)) or not 1 <= int(low) <= int(high or low):
         raise InputError(field, text, "must be a number of tokens, or LOW-HIGH")
+    check_whole(field, int(high or low), low=1, high=MAX_TOKENS)
     return Lengths(int(low), int(high or low))
 
 

@@ -18,7 +18,8 @@ from foretoken.plan.profile import Profile
 
 Chances = tuple[float, ...]
 MAX_REQUESTS = 1_000_000  # all are made before the first arrives
-_MAX_TOKENS, _MAX_SECONDS = 1 << 40, 1e9
+MAX_TOKENS = 1 << 24  # of a prompt or an answer: every step of it is simulated
+_MAX_SECONDS = 1e9
 _MIN_RATE = 1e-9  # of arrivals per second
 
 
@@ -101,7 +102,7 @@ def _job(number: int, line: str, acceptance: Chances | str) -> Job:
     check_number(f"trace line {number}: arrival_s", arrival, low=0.0, high=_MAX_SECONDS)
     for name in ("prompt_tokens", "output_tokens"):
         count = raw.get(name)
-        check_whole(f"trace line {number}: {name}", count, low=1, high=_MAX_TOKENS)
+        check_whole(f"trace line {number}: {name}", count, low=1, high=MAX_TOKENS)
     given = (
         acceptance
         if raw.get("acceptance") is None

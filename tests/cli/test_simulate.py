@@ -141,6 +141,7 @@ def test_bad_input(foretoken: Run, profile: Path, trace: Path) -> None:
         (2, ["--arrivals", "poisson:0"], "arrivals='poisson:0': the rate must be above 0"),
         (2, ["--arrivals", "poisson:1", "--requests", 0], "requests=0"),
         (2, ["--arrivals", "poisson:1", "--prompt-tokens", "9-3"], "prompt_tokens='9-3'"),
+        (2, ["--arrivals", "poisson:1", "--prompt-tokens", "9-1000000000"], "prompt_tokens=1000000000: must be at"),
         (2, ["--arrivals", "poisson:1", "--prompt-tokens", "100"], "the context holds 100 tokens"),
         (2, ["--arrivals", "poisson:1", "--prompt-tokens", "8", "--acceptance", "1.5"], "must be a chance from 0 to 1"),
         (

@@ -63,6 +63,11 @@ def test_a_trace_is_sorted_and_filled_in() -> None:
         ("[]", "must be an object"),
         ('{"prompt_tokens": 1}', "output_tokens=None"),
         ('{"prompt_tokens": true, "output_tokens": 1}', "prompt_tokens=True"),
+        (
+            '{"prompt_tokens": 1000000000, "output_tokens": 1}',
+            "trace line 2: prompt_tokens=1000000000: must be at least 1 and at most 16777216",
+        ),
+        ('{"prompt_tokens": 1, "output_tokens": 16777217}', "trace line 2: output_tokens=16777217: must be at least 1"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": -1}', "arrival_s=-1"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": NaN}', "not JSON: NaN is not a number"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "acceptance": [0.5, 2]}', "acceptance"),
