@@ -135,10 +135,16 @@ class CertifySession:
     def answers(self, side: Asker, requests: Sequence[ApiRequest], turn: int = 0) -> list[Reply]:
         """The answers of one side; raises as `both` does."""
         replies = side.ask(requests, turn)
-        for reply in replies:
+        for request, reply in zip(requests, replies, strict=True):
             if reply.refused or not reply.choices:
-                raise NotAskedError(f"{side.label} refuses: {reply.refused or 'no answer in the reply'}")
+                where = f" (prompt {name})" if (name := self._name_of(request)) else ""
+                raise NotAskedError(f"{side.label} refuses: {reply.refused or 'no answer in the reply'}{where}")
         return replies
+
+    def _name_of(self, asked: ApiRequest) -> str:
+        """The name of the prompt of a request; "" where a check asks a text of its own."""
+        texts = ((prompt.name, self.request(prompt)) for prompt in self.prompts)
+        return next((name for name, own in texts if (own.text, own.messages) == (asked.text, asked.messages)), "")
 
 
 def streamed(requests: Sequence[ApiRequest]) -> list[ApiRequest]:

@@ -239,9 +239,22 @@ def test_what_a_side_refuses_is_named_and_passes_nothing() -> None:
     b = Asker("B", Dice(refuses=("top_k", "stop", "response_format", "tools")))
     checks = list(made_checks(session_of(Asker("A", Dice()), b, only=("parameters", "limits", "forms"))))
     refused = {check.name: check.found for check in checks if check.result == "not asked"}
-    assert refused["top_k 1"] == "B refuses: top_k is not known here"
+    assert refused["top_k 1"] == "B refuses: top_k is not known here (prompt 0)"
     assert {STOPPED, "JSON fits its schema", CALLS, "logit_bias -100"} < refused.keys()
     assert next(check for check in checks if check.name == "presence_penalty 2").result == "undecided"  # A ignores it
+
+
+def test_a_prompt_that_a_side_refuses_is_named() -> None:
+    class Small(Dice):
+        def ask(self, request: ApiRequest) -> Reply:
+            return Reply(refused="too long") if request.text == long else super().ask(request)
+
+    prompts = session_of(Asker("A", Dice()), Asker("B", Dice())).prompts
+    long = prompts[1].text
+    session = session_of(Asker("A", Small()), Asker("B", Dice()), only=("greedy",))
+    assert {(check.result, check.found) for check in made_checks(session)} == {
+        ("not asked", f"A refuses: too long (prompt {prompts[1].name})")
+    }
 
 
 def test_a_rule_that_a_breaks_too_is_undecided() -> None:
