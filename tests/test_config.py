@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import foretoken
 from foretoken import (
     ConfigError,
     InputError,
@@ -272,6 +273,14 @@ def test_unknown_options_name_the_nearest() -> None:
         with pytest.raises(TypeError, match=name):
             SpecConfig(**{name: "x"})
     assert from_mapping(SpecConfig, {"drafter": "ngram", "num_draft": 3}) == SpecConfig("ngram", num_draft=3)
+
+
+@pytest.mark.parametrize(("verb", "given"), [("ab", 3), ("certify", 2), ("advise", 1), ("diagnose", 1)])
+def test_an_option_that_a_measurement_does_not_have_is_refused_by_name(verb: str, given: int) -> None:
+    measure = getattr(foretoken, verb)
+    kind = f"{verb.capitalize()}Options"
+    with pytest.raises(ConfigError, match=f"max_token=64: unknown option of {kind}; did you mean 'max_tokens'"):
+        measure(*["x"] * given, max_token=64)
 
 
 def test_a_requests_configuration_goes_with_its_request() -> None:

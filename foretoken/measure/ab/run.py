@@ -12,6 +12,7 @@ from typing import Any
 
 from foretoken.backend.answering import Question, check_question
 from foretoken.errors import ForetokenError, UnavailableError
+from foretoken.field_text import from_mapping
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, paired, plan_pairs
 from foretoken.measure.ab.report import ab_report
@@ -38,7 +39,9 @@ def ab(a: str, b: str, replay: str | Path, **options: Any) -> Report:  # noqa: A
         UnavailableError: a backend does not answer.
         ForetokenError: a model that cannot be used.
     """
-    return run_ab(AbOptions(a, b, Path(replay), **options), command="foretoken.ab(...)")
+    return run_ab(
+        from_mapping(AbOptions, {"a": a, "b": b, "replay": Path(replay)} | options), command="foretoken.ab(...)"
+    )
 
 
 @dataclass

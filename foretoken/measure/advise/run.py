@@ -16,6 +16,7 @@ from foretoken.config import SpecConfig
 from foretoken.draft.base import Drafter, ModelDrafter
 from foretoken.engine.llm import LLM
 from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedModelError
+from foretoken.field_text import from_mapping
 from foretoken.machine.identity import machine
 from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
@@ -53,7 +54,7 @@ def advise(target: str, **options: Any) -> Report:  # noqa: ANN401 - the other f
         InputError: an option or a prompt that cannot be used; names it.
         ForetokenError: a target that cannot be used.
     """
-    return run_advise(AdviseOptions(target, **options), command="foretoken.advise(...)")
+    return run_advise(from_mapping(AdviseOptions, {"target": target} | options), command="foretoken.advise(...)")
 
 
 def run_advise(options: AdviseOptions, command: str = "foretoken advise") -> Report:

@@ -9,6 +9,7 @@ from typing import Any
 from foretoken.backend.answering import Question
 from foretoken.backend.requesting import requester_of
 from foretoken.errors import UnavailableError
+from foretoken.field_text import from_mapping
 from foretoken.measure.certify.asking import Asker, CertifySession, SideFailedError, request_of
 from foretoken.measure.certify.forms import check_forms
 from foretoken.measure.certify.greedy import check_greedy, check_parameters
@@ -49,7 +50,7 @@ def certify(a: str, b: str, **options: Any) -> Report:  # noqa: ANN401 - the oth
         UnavailableError: a backend does not answer.
         ForetokenError: a model that cannot be used.
     """
-    return run_certify(CertifyOptions(a, b, **options), command="foretoken.certify(...)")
+    return run_certify(from_mapping(CertifyOptions, {"a": a, "b": b} | options), command="foretoken.certify(...)")
 
 
 def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> Report:

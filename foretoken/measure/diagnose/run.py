@@ -15,6 +15,7 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
 from foretoken.engine.prompts import message_text
 from foretoken.errors import InputError
+from foretoken.field_text import from_mapping
 from foretoken.heads.base import HeadBatch
 from foretoken.machine.identity import versions
 from foretoken.measure.diagnose.endpoint import ask_endpoint, reported_from
@@ -64,7 +65,9 @@ def diagnose(target: str, head: str | None = None, **options: Any) -> Report:  #
         ModelError: a model or a head that cannot be read, or does not run in our own decoder.
         UnavailableError: a server that does not answer.
     """
-    return run_diagnose(DiagnoseOptions(target, head, **options), command="foretoken.diagnose(...)")
+    return run_diagnose(
+        from_mapping(DiagnoseOptions, {"target": target, "head": head} | options), command="foretoken.diagnose(...)"
+    )
 
 
 @dataclass(frozen=True)
