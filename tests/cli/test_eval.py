@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -128,27 +129,64 @@ def test_chat_prompts_and_texts(foretoken: Run, text_pair: SimpleNamespace, tmp_
     assert (plain.code, "has no chat template" in plain.err) == (2, True)
 
 
+def interrupted_at(patched: pytest.MonkeyPatch, count: int) -> Callable[[], int]:
+    """Ctrl-C comes before answer number `count`, counted from 0; returns the number of answers so far."""
+    measure, calls = run_module.measure, 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal calls
+        if calls == count:
+            raise KeyboardInterrupt
+        calls += 1
+        return measure(*given)
+
+    patched.setattr(run_module, "measure", counted)
+    return lambda: calls
+
+
 def test_an_interrupt_writes_what_is_there(
     foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = run_module.measure
-
-    def interrupted(*given: object) -> Iterator[object]:
-        for number, sample in enumerate(measure(*given)):  # type: ignore[arg-type]
-            if number == 3:
-                raise KeyboardInterrupt
-            yield sample
-
-    monkeypatch.setattr(run_module, "measure", interrupted)
     common = ["eval", "-t", pair.target, "--drafters", "ngram", "--prompts", prompts, *SHORT]
-    done = foretoken(*common, "--out", "part.json")
+    with monkeypatch.context() as patched:
+        interrupted_at(patched, 3)
+        done = foretoken(*common, "--out", "part.json")
     assert (done.code, done.lines[-1]) == (130, "written: part.json (incomplete)")
     assert "note: incomplete, the run was interrupted" in done.out
     found = json.loads(Path("part.json").read_text())
     assert (found["complete"], len(found["answers"])) == (False, 3)
-    monkeypatch.setattr(run_module, "measure", measure)
     again = foretoken(*common, "--against", "part.json")
     assert "note: the earlier file is incomplete" in again.out
+
+
+def test_an_interrupted_evaluation_goes_on(
+    foretoken: Run, pair: SimpleNamespace, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = Path(shutil.copytree(pair.draft, "draft"))
+    prompts.write_text(prompts.read_text() + prompts.read_text().splitlines()[0] + "\n")  # the same prompt twice
+    common = ["eval", "-t", pair.target, "--draft", draft, "--drafters", "draft_model,ngram,recycling"]
+    common += ["--prompts", prompts, "--prompts-per-slice", 6, *SHORT, "--price-per-hour", 2, "--json"]
+    whole = json.loads(foretoken(*common).lines[-1])
+    kept = ["--resume", "kept.jsonl"]
+    with monkeypatch.context() as patched:
+        interrupted_at(patched, 31)
+        done = foretoken(*common, *kept, "--out", "part.md")
+    assert (done.code, json.loads(done.lines[-1])["complete"]) == (130, False)
+    assert "interrupted; go on with the same options and --resume kept.jsonl" in Path("part.md").read_text()
+    calls = interrupted_at(monkeypatch, 999)
+    done = foretoken(*common, *kept)
+    resumed = json.loads(done.lines[-1])
+    assert (done.code, calls()) == (0, 11 * 4 * 2 - 31)
+    assert f"answer {11 * 4 * 2} of {11 * 4 * 2}" in done.err
+    for name in ("complete", "answers", "rows", "emitted_per_step", "identity", "notes"):
+        assert resumed[name] == whole[name]
+    again = json.loads(foretoken(*common, *kept).lines[-1])
+    assert (calls(), again["prices"]) == (11 * 4 * 2 - 31, resumed["prices"])
+    other = foretoken(*common, *kept, "--seed", 1)
+    assert (other.code, "was measured with seed=0, this run has 1" in other.err) == (2, True)
+    (draft / "config.json").write_text((draft / "config.json").read_text() + " ")
+    other = foretoken(*common, *kept)
+    assert (other.code, "was measured with files of draft=" in other.err) == (2, True)
 
 
 def test_progress_lines_come_from_time_to_time(

@@ -223,7 +223,7 @@ def _answers(
 
     def rounds(prompt: EvalPrompt, candidate: AdviseCandidate) -> AnswerRounds:
         drafter = EvalDrafter(candidate.name, candidate.spec)
-        (sample,) = measure(llm, asked, [(prompt, drafter, options.temperature)])
+        sample = measure(llm, asked, (prompt, drafter, options.temperature))
         return recorder.answer(sample.prompt, sample.slice)
 
     llm.engine.watchers.append(recorder)

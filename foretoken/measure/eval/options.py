@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from foretoken.backend.answering import AnsweringBackend
 from foretoken.backend.drafting import DrafterChoice, parse_drafters
@@ -22,6 +23,7 @@ from foretoken.measure.options import (
     STOP_AT_EOS_OPTION,
     check_price,
     check_slo,
+    resume_option,
 )
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_temperatures, check_whole
@@ -50,7 +52,7 @@ class EvalOptions:
     acceptance rates at different lengths are not comparable. `rule="auto"` is greedy at temperature 0 and coupled
     above, because every answer has a seed. With `chat` a text becomes a user's message. `seed` is added
     to the seeds of the sampled answers, which follow from their prompts. With `price_per_hour` answers are timed, and
-    those of plain decoding beside them.
+    those of plain decoding beside them. `resume` is a file that keeps every answer.
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
@@ -78,6 +80,7 @@ class EvalOptions:
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
+    resume: Path | None = field(default=None, metadata=resume_option("answer"))
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -160,6 +163,7 @@ class BackendEvalOptions:
     seed: int = field(default=0, metadata=same_option(EvalOptions, "seed"))
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
+    resume: Path | None = field(default=None, metadata=same_option(EvalOptions, "resume"))
 
     def __post_init__(self) -> None:
         _check_sizes(self)

@@ -35,7 +35,9 @@ def eval_report(
 ) -> Report:
     """The report of an evaluation, with the comparison where there is one, whose verdict is then its heading."""
     single = ("one prompt has no interval",) if any(row["num_prompts"] < 2 for row in rows) else ()
-    stopped = () if result.complete else ("incomplete, the run was interrupted",)
+    kept = result.options.get("resume")
+    remedy = f"; go on with the same options and --resume {kept}" if kept else ""
+    stopped = () if result.complete else (f"incomplete, the run was interrupted{remedy}",)
     return Report(
         title="Acceptance",
         command=result.command,

@@ -153,15 +153,19 @@ def _result(found: Mapping[str, Any]) -> EvalResult:
         _check(found[name], dict, name)
     _check(found["complete"], bool, "complete")
     unknown = _MAY_BE_UNKNOWN if found["schema"] == BACKEND_SCHEMA else ()
-    samples = [_sample(one, unknown) for one in _check(found["answers"], list, "answers")]
+    samples = [sample_of(one, unknown) for one in _check(found["answers"], list, "answers")]
     if not samples:
         raise ValueError("it holds no answer")
     names = [one.name for one in fields(EvalResult) if one.name != "samples"]
     return EvalResult(samples=samples, **{name: found[name] for name in names})
 
 
-def _sample(found: Mapping[str, Any], unknown: Sequence[str]) -> EvalSample:
-    """One answer; the counts called `unknown` may be None."""
+def sample_of(found: Mapping[str, Any], unknown: Sequence[str] = _MAY_BE_UNKNOWN) -> EvalSample:
+    """One answer as it was written; the counts called `unknown` may be None.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no answer.
+    """
     for name in ("drafter", "slice", "prompt", "rule"):
         _check(found[name], str, name)
     _check(found["temperature"], float, "temperature")
@@ -175,7 +179,8 @@ def _sample(found: Mapping[str, Any], unknown: Sequence[str]) -> EvalSample:
                 raise ValueError(f"{one.name} must be a count")
     if len(counts.reached) != len(counts.passed) or counts.num_accepted > counts.num_drafted:
         raise ValueError("its counts contradict each other")
-    return EvalSample(**{**found, "counts": counts})
+    timed = found.get("timed")
+    return EvalSample(**{**found, "counts": counts, "timed": None if timed is None else tuple(timed)})
 
 
 def _check(value: Any, kind: type, name: str) -> Any:  # noqa: ANN401 - whatever the file holds

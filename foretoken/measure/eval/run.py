@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 from foretoken.backend.answering import AnsweringBackend, Drafting, Question
 from foretoken.config import SamplingParams, SpecConfig
@@ -19,7 +22,8 @@ from foretoken.measure.eval.counts import AcceptanceCounter, reported_counts
 from foretoken.measure.eval.identity import identity_of
 from foretoken.measure.eval.options import BackendEvalOptions, EvalDrafter, EvalOptions
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, fitting, in_turns
-from foretoken.measure.eval.result import EvalResult, EvalSample
+from foretoken.measure.eval.result import EvalResult, EvalSample, sample_of
+from foretoken.measure.kept import KeptFile, digest, run_of
 from foretoken.measure.options import PLAIN
 from foretoken.measure.price import PriceRow, counted_tokens, price_rows
 from foretoken.measure.prompts import text_pairs
@@ -64,44 +68,36 @@ def plan(options: EvalOptions, prompts: Sequence[EvalPrompt]) -> list[tuple[Eval
     ]
 
 
-def measure(
-    llm: LLM,
-    options: EvalOptions,
-    jobs: Sequence[tuple[EvalPrompt, EvalDrafter, float]],
-    tell: Callable[[str], None] = lambda _: None,
-) -> Iterator[EvalSample]:
-    """Yield the counts of each answer; `tell` receives its drafter's name before it.
+def measure(llm: LLM, options: EvalOptions, job: tuple[EvalPrompt, EvalDrafter, float]) -> EvalSample:
+    """The counts of one answer.
 
     Raises:
         InputError: a prompt that does not fit the target's context, or needs a tokenizer or chat template it lacks.
         ForetokenError: a draft that cannot be used, or an answer that failed.
     """
-    counter = AcceptanceCounter()
+    counter, (prompt, drafter, temperature) = AcceptanceCounter(), job
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=temperature,
+        seed=answer_seed(options.seed, prompt) if temperature > 0 else None,
+        ignore_eos=not options.stop_at_eos,
+        tenant=f"{drafter.name} {temperature:g} {prompt.key}",
+        slice=prompt.slice,
+        prediction=prompt.prediction if drafter.takes_prediction else None,
+    )
+    spec = with_head_kind(drafter.spec)
     llm.engine.watchers.append(counter)
     try:
-        for prompt, drafter, temperature in jobs:
-            key = prompt.key
-            tell(drafter.name)
-            params = SamplingParams(
-                max_tokens=options.max_tokens,
-                temperature=temperature,
-                seed=answer_seed(options.seed, prompt) if temperature > 0 else None,
-                ignore_eos=not options.stop_at_eos,
-                tenant=f"{drafter.name} {temperature:g} {key}",
-                slice=prompt.slice,
-                prediction=prompt.prediction if drafter.takes_prediction else None,
-            )
-            spec = with_head_kind(drafter.spec)
-            llm.reset_drafters(spec.for_request(params.prediction))
-            output = llm.generate([encoded(llm, prompt, options.chat)], params, spec)[0]
-            if output.error is not None:
-                raise output.error
-            rule = "+".join(sorted(counter.rules)) or output.stats.rule
-            count = len(output.token_ids)
-            timed = count, output.stats.total_s, output.stats.inter_token_s if count > 1 else None
-            yield EvalSample(drafter.name, prompt.slice, temperature, key, rule, counter.counts, timed)
+        llm.reset_drafters(spec.for_request(params.prediction))
+        output = llm.generate([encoded(llm, prompt, options.chat)], params, spec)[0]
     finally:
         llm.engine.watchers.remove(counter)
+    if output.error is not None:
+        raise output.error
+    rule = "+".join(sorted(counter.rules)) or output.stats.rule
+    count = len(output.token_ids)
+    timed = count, output.stats.total_s, output.stats.inter_token_s if count > 1 else None
+    return EvalSample(drafter.name, prompt.slice, temperature, prompt.key, rule, counter.counts, timed)
 
 
 _FEW_PROMPTS = 10  # of a slice: with fewer no interval is narrow
@@ -127,6 +123,16 @@ class EvaluationRun(ABC):
         Raises:
             ForetokenError: it cannot be measured, or there was no answer.
         """
+
+    def _kept(self, kind: str, **about: Any) -> KeptFile:  # noqa: ANN401 - see `run_of`
+        """The file of answers; options, prompts and `about` must agree, and the machine where times count.
+
+        Raises:
+            InputError, StorageError: see `KeptFile`.
+        """
+        options = self._options
+        run = run_of(options, **about) | {"prompts by content": digest([one.key for one in self.prompts])}
+        return KeptFile(options.resume, kind, run | ({} if options.price_per_hour is None else {"machine": machine()}))
 
     def notes(self) -> list[str]:
         """What restricts the result."""
@@ -181,8 +187,23 @@ class EvalRun(EvaluationRun):
         with open_llm(self.options) as llm:
             fitting(llm, self.prompts, self.options.chat)
             self.identity = identities(self.options)
-            for sample in measure(llm, self.options, self.jobs, tell):
-                (self.plain if sample.drafter == PLAIN else self.samples).append(sample)
+            models = [self.options.target]
+            models += [name for one in self.options.settings for name in (one.spec.draft, one.spec.head) if name]
+            with closing(self._kept("eval", models=models, versions=versions())) as kept:
+                names = _each_named((drafter.name, temperature, prompt) for prompt, drafter, temperature in self.jobs)
+                for name, job in zip(names, self.jobs, strict=True):
+                    tell(job[1].name)
+                    sample = kept.once(name, sample_of, partial(measure, llm, self.options, job))
+                    (self.plain if sample.drafter == PLAIN else self.samples).append(sample)
+
+
+def _each_named(asked: Iterable[tuple[str, float, EvalPrompt]]) -> Iterator[str]:
+    """A name for each answer: of its drafter, temperature and prompt, and how often these came before."""
+    known: Counter[str] = Counter()
+    for drafter, temperature, prompt in asked:
+        place = f"{drafter} {temperature} {prompt.key}"
+        yield f"{place} {known[place]}"
+        known[place] += 1
 
 
 def _tokens_per_s(timed: Sequence[tuple[int, float]]) -> float | None:
@@ -266,18 +287,25 @@ class BackendEvalRun(EvaluationRun):
             InputError: the backend reported nothing of its drafts.
             ForetokenError: it gave no answer.
         """
-        for question, prompt, drafting, temperature in self.jobs:
-            tell(drafting_name(drafting))
-            sample = self._measured(question, prompt, drafting, temperature)
-            (self.plain if drafting.kind is None else self.samples).append(sample)
-            if self.num_silent and not self.has_promised:
-                break
+        source, about = self.options.source, self.identity | {"drafting": self.drafters()}
+        with closing(self._kept("eval of a backend", models=(source.model, source.draft), **about)) as kept:
+            names = _each_named((drafting_name(job[2]), job[3], job[1]) for job in self.jobs)
+            for name, job in zip(names, self.jobs, strict=True):
+                tell(drafting_name(job[2]))
+                sample, is_silent = kept.once(name, _restored, partial(self._measured, *job))
+                self.num_silent += is_silent
+                (self.plain if job[2].kind is None else self.samples).append(sample)
+                if self.num_silent and not self.has_promised:
+                    break
         if self.num_silent == len(self.samples):
             self.samples.clear()
             remedy = f"reports no drafted and accepted tokens; {_REMEDY}"
             raise InputError("backend", self.backend.name, remedy)
 
-    def _measured(self, question: Question, prompt: EvalPrompt, drafting: Drafting, temperature: float) -> EvalSample:
+    def _measured(
+        self, question: Question, prompt: EvalPrompt, drafting: Drafting, temperature: float
+    ) -> tuple[EvalSample, bool]:
+        """The counts of one answer, and whether it came without a word on its drafts."""
         seed = answer_seed(self.options.seed, prompt) if temperature > 0 else None
         asked = Question(**{**vars(question), "temperature": temperature, "seed": seed})
         self.backend.reset()
@@ -287,11 +315,12 @@ class BackendEvalRun(EvaluationRun):
         drafted, accepted = answer.num_drafted, answer.num_accepted
         if before is not None and after is not None:
             drafted, accepted = (round(after[name] - before[name]) for name in ("drafted", "accepted"))
-        self.num_silent += drafting.kind is not None and (drafted is None or accepted is None)
+        is_silent = drafting.kind is not None and (drafted is None or accepted is None)
         counts = reported_counts(answer, drafted or 0, accepted or 0)
         between_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens else None
         timed = None if answer.e2e_s is None else (answer.num_emitted, answer.e2e_s, between_s)
-        return EvalSample(drafting_name(drafting), prompt.slice, temperature, prompt.key, "", counts, timed)
+        name = drafting_name(drafting)
+        return EvalSample(name, prompt.slice, temperature, prompt.key, "", counts, timed), is_silent
 
     def _question(self, prompt: EvalPrompt) -> Question:
         """A prompt as the backend is asked it.
@@ -324,6 +353,11 @@ class BackendEvalRun(EvaluationRun):
         if self.num_silent:
             notes.append(f"{self.num_silent} answers came without counts of drafts: taken as if nothing was drafted")
         return notes
+
+
+def _restored(found: Sequence[Any]) -> tuple[EvalSample, bool]:
+    sample, is_silent = found
+    return sample_of(sample), bool(is_silent)
 
 
 def _pairs(prompt: EvalPrompt) -> tuple[tuple[str, str], ...]:

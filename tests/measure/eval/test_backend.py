@@ -159,6 +159,30 @@ def test_an_engine_that_reports_nothing_cannot_be_evaluated(promised: Any, num_a
     assert (run.samples, len(backend.asked)) == ([], num_asked)
 
 
+def test_an_interrupted_evaluation_goes_on(tmp_path: Path) -> None:
+    @dataclass
+    class Ends(Scripted):
+        most: int = 7
+
+        def answer(self, question: Question, drafting: Drafting) -> Answer:
+            if len(self.asked) == self.most:
+                raise KeyboardInterrupt
+            self.reports = question.text != "text 0"
+            return super().answer(question, drafting)
+
+    asked = {"drafters": ("tree",), "temperatures": (0.0, 0.5), "resume": tmp_path / "kept.jsonl"}
+    with pytest.raises(KeyboardInterrupt):
+        result_of(Ends(), **asked)
+    last = Ends(most=99)
+    resumed = result_of(last, **asked)
+    assert len(last.asked) == 24 - 7
+    whole = result_of(Ends(most=99), **asked | {"resume": None})
+    assert (resumed.samples, resumed.notes, resumed.complete) == (whole.samples, whole.notes, True)
+    assert "2 answers came without counts" in resumed.notes[-1]
+    with pytest.raises(InputError, match="was measured with max_tokens=64"):
+        result_of(Ends(), **asked | {"max_tokens": 9})
+
+
 def test_an_answer_without_a_word_on_drafts_drafted_nothing() -> None:
     class Sometimes(Scripted):
         def answer(self, question: Question, drafting: Drafting) -> Answer:
