@@ -83,6 +83,16 @@ def test_ctrl_c_reaches_what_tests_start_in_a_background_job() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_sighup_reaches_what_tests_start_under_nohup() -> None:
+    code, before = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)", signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        heed_interrupts()
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
 def test_l3_a_signal_leaves_nothing_behind(tmp_path: Path, name: str, code: int) -> None:
     """The signal comes while `export` writes its folder."""

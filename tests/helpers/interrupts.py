@@ -6,6 +6,10 @@ import signal
 
 
 def heed_interrupts() -> None:
-    """Take SIGINT again where it is ignored: shells start background jobs so, and children inherit it."""
+    """Take SIGINT and SIGHUP again where they are ignored: shells start background jobs so, `nohup` its programs, and
+    children inherit it.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
