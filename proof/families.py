@@ -112,7 +112,7 @@ through transformers.
 | safetensors folder | all below | as stored, or in another `dtype` | F32, F16, BF16 (F64 natively) |
 | GGUF file | all native families but `glm` | native; quantised matrices are multiplied by their codes | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...), Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4 |
 | GGUF file | all others | refused | IQ1_*, IQ2_*, IQ3_*, TQ*, NVFP4, Q1_0 |
-| GPTQ | native families | native, by codes | 4 and 8 bits, groups of a multiple of 32 or one scale per output, symmetric or not, `gptq` and `gptq_v2` |
+| GPTQ | native families | native, by codes | 4 and 8 bits, groups of a multiple of 32 or one scale per output, symmetric or not, `gptq` and `gptq_v2`; also AutoGPTQ's older folders (`quantize_config.json`, one `gptq_model-*.safetensors`) |
 | AWQ | native families | native, by codes | 4 bits, version `gemm`, groups as for GPTQ |
 | compressed-tensors | native families | native, by codes | `pack-quantized` (int4, int8), `int-quantized`, `naive-quantized` (int8), per matrix, output or group, with zero points |
 | GPTQ or compressed-tensors with act-order, other groups | native families | native, dequantised when loaded | as above, with `g_idx`, groups that 32 does not divide |
@@ -160,14 +160,16 @@ GPTQ, AWQ and compressed-tensors run through the same kernel as the files above;
 | `tokenizer.ggml.model` | what it is | read |
 |---|---|---|
 | `gpt2` | byte-level BPE | yes, with every `tokenizer.ggml.pre` that llama.cpp (release in llama-cpp-python 0.3.36) knows, except those of encoders (`jina-v1-en`, `jina-v2-code`, `roberta-bpe`, `whitespace`) |
-| `llama` | SentencePiece: pairs joined by score, bytes for what is left | yes; `add_space_prefix`, `add_bos_token`, `add_eos_token` as the file says |
+| `llama` | SentencePiece: pairs joined by score, or by id where all scores are equal, bytes for what is left | yes; `add_space_prefix`, `add_bos_token`, `add_eos_token` as the file says |
 | `gemma4` | BPE over text with a mark for the space | yes |
 | `t5`, `bert`, `rwkv`, `plamo2` and others | unigram, WordPiece ... | refused by name |
 
 The expressions that split text are those of the models' own `tokenizer.json`. A file without `tokenizer.ggml.pre` is split as llama.cpp's
 `default`. Text is not normalised, as in llama.cpp: the NFC of a Qwen or Command R tokenizer is not in the file. An answer ends at the
 tokens that the metadata names (`eos`, `eot`, `eom`) and at those that llama.cpp knows by their text, such as `<|im_end|>`, `<|eot_id|>`,
-`<end_of_turn>` or `<|end|>`; these are hidden whatever their type. `proof/test_tokenizer_conformance.py` compares the ids, and the text
+`<end_of_turn>` or `<|end|>`; these are hidden whatever their type.
+An added token that is not hidden is written as it is spelt (`ö` in DeepSeek's vocabularies, where transformers writes `�`), in folders too.
+`proof/test_tokenizer_conformance.py` compares the ids, and the text
 and the bytes of the ids, with llama.cpp's conformance files: 14 vocabularies, all their texts. It fetches them with pip, or takes them
 from the folder that `FORETOKEN_VOCABULARIES` names.
 

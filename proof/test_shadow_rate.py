@@ -17,6 +17,7 @@ import pytest
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams, SpecConfig
+from foretoken.engine import from_logits
 from foretoken.engine import runner as runner_module
 from foretoken.engine.shadow.shadow import Shadow
 from foretoken.text.sampling import target_probs
@@ -110,6 +111,7 @@ def test_w2_a_filter_that_is_left_out_is_found(
         return target_probs(logits, [replace(one, top_k=0, top_p=1.0, min_p=0.0) for one in params], best)
 
     monkeypatch.setattr(runner_module, "target_probs", unfiltered)
+    monkeypatch.setattr(from_logits, "verify_coupled", lambda *_: None)  # it needs no distributions
     with LLM("reference:target", dtype=dtype, cache_tokens=4096) as llm:
         for number, params in enumerate(mixes):
             with pytest.warns(UserWarning, match="have probability 0 under the target"):
@@ -124,6 +126,7 @@ def test_w2_another_temperature_is_found_behind_filters(dtype: str, monkeypatch:
         return target_probs(logits, [replace(one, temperature=1.5 * one.temperature) for one in params], best)
 
     monkeypatch.setattr(runner_module, "target_probs", warmer)
+    monkeypatch.setattr(from_logits, "verify_coupled", lambda *_: None)  # it needs no distributions
     with (
         LLM("reference:target", dtype=dtype, cache_tokens=4096) as llm,
         pytest.warns(UserWarning, match="do not follow the target's distribution"),
