@@ -25,8 +25,6 @@ struct foretoken_coupled_in {
 
 namespace {
 
-constexpr int64_t PIECE = 1 << 13;  // tokens of a race that one thread looks at
-
 // What one request at a time needs: weights of a row, sums of its blocks, leaders of its pieces.
 struct RaceRoom {
     std::unique_ptr<float[]> weights;
@@ -36,12 +34,6 @@ struct RaceRoom {
     explicit RaceRoom(int64_t size)
         : weights(new float[size]), sums((size + SUMMED - 1) / SUMMED), leaders((size + PIECE - 1) / PIECE) {}
 };
-
-inline Leader best_of(const std::vector<Leader>& pieces, int64_t first, int64_t count) {
-    Leader best;
-    for (int64_t i = first; i < first + count; ++i) best.meet(pieces[i].ratio, pieces[i].id);
-    return best;
-}
 
 // Writes the exponentials of a row without filters to `room`; the number that makes probabilities of them.
 template <class T>

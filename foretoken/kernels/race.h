@@ -9,6 +9,7 @@
 
 #include <cfloat>
 #include <cmath>
+#include <vector>
 
 #include "numbers.h"
 
@@ -30,6 +31,7 @@ struct Leader {
     }
 };
 
+constexpr int64_t PIECE = 1 << 13;        // tokens of a race that one thread looks at
 constexpr int WORDS = 4, BLOCKS = 8;      // words of a Philox block, blocks that are computed together
 constexpr int RACERS = WORDS * BLOCKS;    // tokens that join a race together
 constexpr uint64_t MULTIPLIERS[2] = {0xD2E7470EE14C6C93u, 0xCA5A826395121157u};
@@ -150,6 +152,13 @@ inline Leader race_piece(const float* weights, int64_t first, int64_t last, cons
         join(rest, i, key, &leader);
     }
     return leader;
+}
+
+// The leader of the `count` pieces of one race from `first` on.
+inline Leader best_of(const std::vector<Leader>& pieces, int64_t first, int64_t count) {
+    Leader best;
+    for (int64_t i = first; i < first + count; ++i) best.meet(pieces[i].ratio, pieces[i].id);
+    return best;
 }
 
 }  // namespace

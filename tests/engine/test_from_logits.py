@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SamplingParams
-from foretoken.core import Draft, Mass, RaceRows, Uniforms
+from foretoken.core import Draft, Mass, RaceRows, Uniforms, Verdict
 from foretoken.engine.from_logits import verify_chains, verify_coupled
 from foretoken.engine.runner import RowChecks, TargetOutput
 from foretoken.kernels import sampling as compiled
@@ -83,18 +83,32 @@ def random_batch(vocab: int, seed: int, dtype: torch.dtype) -> tuple[Draft, Targ
     return draft, target_of(logits, of_rows), round_uniforms(draft, seeds, starts), rules
 
 
+def agreed(
+    verify: Callable[[Draft, TargetOutput, Uniforms, Sequence[str]], Verdict | None],
+    draft: Draft,
+    target: TargetOutput,
+    uniforms: Uniforms,
+    rules: Sequence[str],
+) -> tuple[int, int]:
+    """That `verify` decides what the rules do, with one thread and two: the tokens accepted, and the requests of which
+    something was left.
+    """
+    expected = verify_batch(draft, target.probs, uniforms, rules)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        assert verify(draft, target, uniforms, rules) == expected
+    left = sum(len(path) < length for path, length in zip(expected.paths, draft.lengths, strict=True))
+    return sum(map(len, expected.paths)), left
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [2, 17, 1000, 4097])
 def test_verdicts_equal_those_of_the_rules(kernel: None, threads: None, vocab: int, dtype: torch.dtype) -> None:
     num_accepted = num_rejected = 0
     for seed in range(60):
         draft, target, uniforms, rules = random_batch(vocab, 100 * vocab + seed, dtype)
-        expected = verify_batch(draft, target.probs, uniforms, rules)
-        for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
-            assert verify_chains(draft, target, uniforms, rules) == expected
-        num_accepted += sum(map(len, expected.paths))
-        num_rejected += sum(len(path) < length for path, length in zip(expected.paths, draft.lengths, strict=True))
+        accepted, rejected = agreed(verify_chains, draft, target, uniforms, rules)
+        num_accepted, num_rejected = num_accepted + accepted, num_rejected + rejected
     assert num_accepted > 20
     assert num_rejected > 20
 
@@ -176,12 +190,8 @@ def test_coupled_verdicts_equal_those_of_the_rule(kernel: None, threads: None, v
     for seed in range(40 if vocab < 20_000 else 8):
         draft, target, uniforms = random_trees(vocab, 100 * vocab + seed, dtype)
         rules = ["coupled"] * draft.num_requests
-        expected = verify_batch(draft, target.probs, uniforms, rules)
-        for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
-            assert verify_coupled(draft, target, uniforms, rules) == expected
-        num_accepted += sum(map(len, expected.paths))
-        num_ended += sum(len(path) < length for path, length in zip(expected.paths, draft.lengths, strict=True))
+        accepted, ended = agreed(verify_coupled, draft, target, uniforms, rules)
+        num_accepted, num_ended = num_accepted + accepted, num_ended + ended
     assert num_accepted > 10
     assert num_ended > 10
 
