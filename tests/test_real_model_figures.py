@@ -41,7 +41,7 @@ def test_the_table_of_the_readme() -> None:
         ("2026-11-28-smollm2-ngram-table-avx512", 0.7),
         ("2026-11-28-smollm2-1b-ngram-table-avx512", 0.0),
         ("2026-11-28-smollm2-ngram-table", 0.0),
-        ("2026-11-30-smollm2-amx", 0.0),
+        ("2026-11-30-smollm2-amx-3", 0.0),
         ("2026-11-28-smollm2-1b-ngram-table", 0.0),
     )
     headings = {"code": "code", "edits": "edit", "all six kinds": "all"}

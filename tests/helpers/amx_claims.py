@@ -80,15 +80,18 @@ def _over_one_row() -> list[float]:
     ]
 
 
-def _auto_over_plain(*fields: str) -> list[float]:
-    return [value for temperature in (0.0, 0.7) for value in _auto_on("all", temperature, *fields)]
+_MORNING, _EVENING = "2026-11-30-smollm2-amx", "2026-11-30-smollm2-amx-3"
 
 
-def _auto_on(kind: str, temperature: float, *fields: str) -> list[float]:
+def _auto_over_plain(*fields: str, name: str = _EVENING) -> list[float]:
+    return [value for temperature in (0.0, 0.7) for value in _auto_on("all", temperature, *fields, name=name)]
+
+
+def _auto_on(kind: str, temperature: float, *fields: str, name: str = _EVENING) -> list[float]:
     wanted = (kind, "auto", temperature)
     return [
         float(row[field])
-        for row in raw("2026-11-30-smollm2-amx")["rows"]
+        for row in raw(name)["rows"]
         if (row["kind"], row["setting"], row["temperature"]) == wanted
         for field in fields
     ]
@@ -138,6 +141,11 @@ AMX_CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
         "docs/drafters.md",
         "30 prompts a kind: # (# to #) of plain decoding, # (# to #) at temperature 0.7",
         lambda: _auto_over_plain(*_WITH_INTERVAL),
+    ),
+    (
+        "docs/drafters.md",
+        "while the machine's pace changed from turn to turn, # (# to #) and # (# to #)",
+        lambda: _auto_over_plain(*_WITH_INTERVAL, name=_MORNING),
     ),
     (
         "docs/drafters.md",
