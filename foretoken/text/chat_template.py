@@ -22,6 +22,7 @@ CPU_S = 3.0
 MEMORY_BYTES = 256 << 20
 _WAIT_S = 20.0  # of the parent, where the processor time of a child cannot be bounded or the machine is busy
 _MAX_SOURCE = 1 << 20
+_MARK = "\uffff "  # no character, so no text has it; the space shows whether a template removes spaces at the end
 _MAX_CHARS = 4_000_000  # and twice what the messages have
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TAKES_TOOLS = re.compile(r"\btools\b")
@@ -66,6 +67,40 @@ def render(
     if "text" in reply:
         return reply["text"]
     _fail(reply, messages, where)
+
+
+def marked_last(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with a mark behind the text of the last one, for `cut_at_mark`.
+
+    Raises:
+        InputError: the last message has no text.
+    """
+    last = dict(messages[-1]) if messages else {}
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + _MARK
+    else:
+        parts = [dict(part) for part in content] if isinstance(content, list) else []
+        texts = [part for part in parts if isinstance(part.get("text"), str)]
+        if not texts:
+            raise InputError("continue_final_message", True, "needs a last message whose content is a text")
+        texts[-1]["text"] += _MARK
+        last["content"] = parts
+    return [*messages[:-1], last]
+
+
+def cut_at_mark(text: str) -> str:
+    """What a template made of `marked_last`, up to the end of the last message's text: without spaces behind it where
+    the template removes them.
+
+    Raises:
+        InputError: the template does not write the last message as it is.
+    """
+    place = text.rfind(_MARK.strip())
+    if place < 0:
+        remedy = "the chat template does not write the text of the last message; leave it out"
+        raise InputError("continue_final_message", True, remedy)
+    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
 
 
 def takes_tools(source: str) -> bool:

@@ -23,7 +23,7 @@ from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
-from foretoken.text.chat_template import chat_templates, render
+from foretoken.text.chat_template import chat_templates, cut_at_mark, marked_last, render
 from foretoken.text.gguf_tokenizer import read_tokenizer
 from foretoken.text.token_bytes import literal_ids, token_writer
 
@@ -191,10 +191,12 @@ class Tokenizer:
         """Lay out `messages` (role and content each) as the model was trained to read them.
 
         Encode the result with `add_special_tokens=False`: the template writes its own BOS. `options` are variables of
-        the template, such as `enable_thinking`.
+        the template, such as `enable_thinking`; with `continue_final_message` the text ends where the last message's
+        does, so that an answer continues it.
 
         Raises:
-            InputError: the folder has no chat template, or the template refuses these messages.
+            InputError: the folder has no chat template, or the template refuses these messages or does not write the
+                one that is to be continued.
             CheckpointError: the template itself is broken, or does not come to an end.
         """
         source = self.tool_template if tools else self.chat_template
@@ -210,7 +212,12 @@ class Tokenizer:
             for name, value in self._settings.items()
             if name.endswith("_token") and (text := _content(value)) is not None
         }
-        return render(source, messages, add_generation_prompt, tools, specials, str(self.folder), options)
+        variables = dict(options or {})
+        if not variables.pop("continue_final_message", False):
+            return render(source, messages, add_generation_prompt, tools, specials, str(self.folder), variables)
+        variables.pop("add_generation_prompt", None)
+        marked = marked_last(messages)
+        return cut_at_mark(render(source, marked, False, tools, specials, str(self.folder), variables))
 
     def with_template(self, template: str) -> Tokenizer:
         """The same tokenizer with another chat template."""

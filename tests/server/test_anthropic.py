@@ -77,19 +77,21 @@ def script(texts: Sequence[str], reason: str = "stop", **stats: Any) -> tuple[Ev
 # ---- what is asked
 
 
+USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
+
+
 def test_turns_become_messages() -> None:
     image_free = [
         {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "two"},
     ]
-    use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
     thought = {"type": "thinking", "thinking": "hidden", "signature": "s"}
     result = {"type": "tool_result", "tool_use_id": "toolu_1"}
     turns = [
         {"role": "user", "content": image_free},
         {"role": "user", "content": "three"},
         {"role": "assistant", "content": [thought, {"type": "redacted_thinking", "data": "x"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "Let me see."}, use]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Let me see."}, USE]},
         {
             "role": "user",
             "content": [result | {"content": [{"type": "text", "text": "bad"}], "is_error": True}, *image_free],
@@ -108,6 +110,14 @@ def test_turns_become_messages() -> None:
         {"role": "user", "content": "one\ntwo"},
         told | {"content": ""},
     ]
+
+
+def test_the_beginning_of_an_answer_is_continued() -> None:
+    for content in ("{", [{"type": "text", "text": "{"}]):
+        call = asked({"messages": [*HELLO["messages"], {"role": "assistant", "content": content}]})
+        assert call.messages[-1] == {"role": "assistant", "content": "{"}
+        assert call.template_options == {"continue_final_message": True}
+    assert asked(HELLO).template_options == {}
 
 
 def test_fields_become_parameters() -> None:
@@ -312,7 +322,11 @@ def content(*blocks: Any, role: str = "user") -> Any:
         (content("text"), "messages.0.content.0", "object with a type"),
         (content(), "messages.0.content", "not empty"),
         (HELLO | {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "user, assistant, system"),
-        (HELLO | {"messages": [*HELLO["messages"], {"role": "assistant", "content": "{"}]}, "messages.1.role", "last"),
+        (
+            HELLO | {"messages": [*HELLO["messages"], {"role": "assistant", "content": [USE]}]},
+            "messages.1.content",
+            "tool_result",
+        ),
         (HELLO | {"system": [{"type": "image"}]}, "system.0.type", "image is not supported"),
         (HELLO | {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type", "web_search_20250305 is"),
         (HELLO | {"tools": [{"type": "a secret", "name": "w"}]}, "tools.0.type", "tools.0.type: is not supported"),

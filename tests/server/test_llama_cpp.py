@@ -252,6 +252,9 @@ def test_a_conversation_as_its_template_lays_it_out(backend: LocalBackend) -> No
     assert prompt() == "<|user|>hi\n<think><|assistant|>"
     assert prompt(add_generation_prompt=False) == "<|user|>hi\n<think>"
     assert prompt(chat_template_kwargs={"enable_thinking": False}) == "<|user|>hi\n<|assistant|>"
+    begun = [*chat["messages"], {"role": "assistant", "content": "Well"}]
+    assert prompt(messages=begun) == "<|user|>hi\n<|assistant|>Well"
+    assert prompt(messages=begun, add_generation_prompt=True) == "<|user|>hi\n<|assistant|>Well\n<think><|assistant|>"
     assert prompt(messages=[]) == (400, "messages")
     _, whole = ask(backend, "/tokenize", {"content": prompt()})
     for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):

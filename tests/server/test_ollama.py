@@ -111,6 +111,12 @@ def test_turns_become_messages() -> None:
     assert found.template_options == {"enable_thinking": False, "thinking": False}
 
 
+def test_the_beginning_of_an_answer_is_continued() -> None:
+    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well"}]
+    assert asked({"messages": begun}).template_options == {"continue_final_message": True}
+    assert asked({"messages": begun[:1]}).template_options == {}
+
+
 def test_a_prompt_is_a_message_or_the_whole_text() -> None:
     templated = asked({"prompt": "hello", "system": "Be brief."}, GENERATE)
     assert [message["role"] for message in templated.messages] == ["system", "user"]

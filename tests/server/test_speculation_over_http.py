@@ -342,6 +342,7 @@ def check_metrics(found: Any) -> None:
     metrics, report = found["metrics"], found["foretoken"]["spec"]
     assert sum(metrics["per_step_accepted"]) == report["num_accepted"]
     assert sum(metrics["per_step_drafted"]) == report["num_drafted"]
+    assert ("mean_itl_ms" in metrics) == (report["num_emitted"] > 1)  # one token has no neighbour
     spec = metrics["speculative_decoding"]
     if not report["num_drafts"]:
         assert spec is None

@@ -89,6 +89,8 @@ def test_running_usage_stands_on_every_chunk_that_asks_for_it(backend: LocalBack
     assert counts == sorted(counts)
     assert counts[-1] == 4
     assert 0 < counts[0] < 4
+    alone = {"include_usage": False, "continuous_usage_stats": True}
+    assert not any("usage" in event for event in stream(create_app(backend), prompt=PROMPT, stream_options=alone))
 
 
 def test_an_event_is_sent_for_each_verify_step_token_or_interval(backend: LocalBackend) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from foretoken.backend.call import Begun, Piece, TokenEvent
+from foretoken.backend.local import LocalBackend
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.token_texts import TextDivision
@@ -151,6 +152,20 @@ def test_offsets_of_an_answer_do_not_depend_on_how_its_prompt_is_spelt() -> None
     found = reply.json()["choices"][0]
     assert found["text"] == "xe\u0301yab"
     assert found["logprobs"]["text_offset"] == [0, 1, 3, 4, 5]
+
+
+def test_offsets_behind_a_prompt_of_special_tokens_are_places_in_the_text(backend: LocalBackend) -> None:
+    body = {"prompt": [0, 0, 5], "max_tokens": 2, "echo": True, "logprobs": 0, "temperature": 0}
+
+    async def answer() -> Any:
+        async with client_of(create_app(backend)) as client:
+            return (await client.post("/v1/completions", json=body)).json()["choices"][0]
+
+    choice = run(answer())
+    starts = choice["logprobs"]["text_offset"]
+    assert choice["text"].startswith("<|endoftext|>" * 2)
+    for start, end, token in zip(starts, [*starts[1:], None], choice["logprobs"]["tokens"], strict=True):
+        assert choice["text"][start:end] == token
 
 
 def test_a_text_is_sent_with_the_token_that_completes_it() -> None:

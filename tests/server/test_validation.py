@@ -247,7 +247,7 @@ SAME_BOUNDS: dict[str, tuple[float, ...]] = {
     "presence_penalty": (-2.1, -2, 2, 2.1),
     "frequency_penalty": (-2.1, -2, 2, 2.1),
     "repetition_penalty": (0, 1e-3, 100, 101),
-    "seed": (-1, 0, 2**64 - 1, 2**64),
+    "seed": (0, 2**64 - 1, 2**64),
     "priority": (-101, -100, 100, 101),
     "n": (0, 1),
 }
@@ -263,6 +263,31 @@ def test_c3_bounds_are_those_of_the_command_line(trial: Trial, name: str) -> Non
         except InputError:
             expected = 400
         assert trial.post(TEXT, texts(**{name: value}))[0][0] == expected, (name, value)
+
+
+@pytest.mark.parametrize(("asked", "used"), [(-(2**63), 2**63), (-2, 2**64 - 2), (-1, None), (0, 0)])
+def test_a_seed_may_be_negative_as_openais(asked: int, used: int | None) -> None:
+    """-1 asks for a fresh one, as in vLLM and llama.cpp, of which a server's default seed is none."""
+    trial = Trial(ApiConfig(default_seed=7))
+    assert trial.post(TEXT, texts(seed=asked))[0][0] == 200
+    assert trial.backend.calls[-1].params.seed == used
+
+
+def test_a_conversation_is_continued_or_answered(trial: Trial) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "Well"}]
+    for fields, options in (
+        ({}, {}),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        (
+            {"continue_final_message": True, "add_generation_prompt": False},
+            {"continue_final_message": True, "add_generation_prompt": False},
+        ),
+        ({"continue_final_message": False}, {}),
+    ):
+        assert trial.post(CHAT, {"messages": begun, **fields})[0][0] == 200
+        assert trial.backend.calls[-1].template_options == options
+    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    trial.refused(CHAT, both, param="continue_final_message")
 
 
 def test_empty_prompt(trial: Trial) -> None:
@@ -299,7 +324,7 @@ def test_numbers_nonfinite(trial: Trial) -> None:
         ("presence_penalty", (-2.1, 2.1)),
         ("frequency_penalty", (-2.1, 2.1)),
         ("repetition_penalty", (0, -1, 101)),
-        ("seed", (2**64, -1)),
+        ("seed", (2**64, -(2**63) - 1)),
         ("max_tokens", (0, -1, 2**63)),
         ("min_tokens", (-1, 17, 2**63)),
         ("top_k", (-2, 2**63)),

@@ -98,6 +98,54 @@ def test_templates_render_as_in_transformers(reference: Any, name: str, chat: st
             assert render(TEMPLATES[name], CHATS[chat], opened, tools, specials, "here") == expected
 
 
+CONTINUED: dict[str, str | list[dict[str, str]]] = {
+    "a word": "Once upon",
+    "spaces at the end": "Sure,  \n",
+    "spaces alone": "  ",
+    "nothing": "",
+    "its own words before": "hi",
+    "parts": [{"type": "text", "text": "The first."}, {"type": "text", "text": "The sec"}],
+}
+
+
+@pytest.mark.parametrize("content", CONTINUED)
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"features"}))  # which changes letters
+def test_a_last_message_is_continued_where_transformers_continues_it(
+    reference: Any, tmp_path: Path, name: str, content: str
+) -> None:
+    """`reference` has the same files. Transformers cannot always find an empty text in the result."""
+    chat = [*CHATS["plain"], {"role": "assistant", "content": CONTINUED[content]}]
+    own = load_tokenizer(tiny_tokenizer(tmp_path)).with_template(TEMPLATES[name])
+    asked = {"tokenize": False, "chat_template": TEMPLATES[name]}
+    if isinstance(CONTINUED[content], list) and not chat_template.takes_parts(TEMPLATES[name]):
+        return  # written as Python shows a list; `render_chat` joins the parts before
+    try:
+        expected = reference.apply_chat_template(chat, continue_final_message=True, **asked)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        if not str(CONTINUED[content]).strip() and "final message" in str(error):
+            return
+        with pytest.raises((InputError, CheckpointError)):
+            own.apply_chat_template(chat, options={"continue_final_message": True})
+        return
+    assert own.apply_chat_template(chat, options={"continue_final_message": True}) == expected
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert own.apply_chat_template(chat, options=both) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "named"),
+    [
+        ("{{ messages | length }}", "text", "does not write the text of the last message"),
+        ("{{ messages[0].content }}", None, "a text"),
+        ("{{ messages[0].content }}", [{"type": "image"}], "a text"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(tmp_path: Path, template: str, content: Any, named: str) -> None:
+    own = load_tokenizer(tiny_tokenizer(tmp_path)).with_template(template)
+    with pytest.raises(InputError, match=f"continue_final_message=True.*{named}"):
+        own.apply_chat_template([{"role": "assistant", "content": content}], options={"continue_final_message": True})
+
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 BROKEN = [
     ("{% for", "is broken: line 1"),

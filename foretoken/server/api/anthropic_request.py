@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import ApiError, invalid, unsupported
 from foretoken.server.api.forms import json_form
+from foretoken.server.api.messages import ends_open
 from foretoken.server.api.schemas import (
     ChatRequest,
     Count,
@@ -152,10 +153,12 @@ def as_chat(body: TokenCountRequest) -> ChatRequest:
         form, effort = body.output_config.format or form, body.output_config.effort
     choice = body.tool_choice
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    messages = chat_messages(body.system, body.messages)
     return ChatRequest.model_construct(
         **shared
         | {
-            "messages": chat_messages(body.system, body.messages),
+            "messages": messages,
+            "continue_final_message": ends_open(messages),
             "stop": body.stop if body.stop_sequences is None else body.stop_sequences,
             "tools": None if body.tools is None else [_tool(f"tools.{i}", tool) for i, tool in enumerate(body.tools)],
             "tool_choice": None if choice is None else _choice(choice),
@@ -230,17 +233,18 @@ def chat_messages(system: str | Sequence[Any] | None, turns: Sequence[Mapping[st
     ends; thinking that is sent back is left out.
 
     Raises:
-        ApiError: a malformed turn, a block of another type, a result of a call that was not made, or a last turn of the
-            assistant.
+        ApiError: a malformed turn, a block of another type, a result of a call that was not made, or a last turn that
+            calls tools.
     """
     chat = _Chat()
     if system:
         chat.add_text("system", _texts("system", system))
     for place, turn in enumerate(turns):
         chat.add_turn(f"messages.{place}", turn)
-    if turns[-1].get("role") == "assistant":
-        param = f"messages.{len(turns) - 1}.role"
-        raise unsupported(param, "assistant is not supported in the last turn: an answer cannot be begun for the model")
+    if chat.messages[-1].get("tool_calls"):
+        raise invalid(
+            f"messages.{len(turns) - 1}.content", "has calls: a turn with their tool_result blocks must follow"
+        )
     return chat.messages
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping, Sequence, Sized
+from collections.abc import Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -17,7 +17,7 @@ from foretoken.params import ADVISED_FIELDS
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import BODY_KEY, ApiError, invalid, unsupported
 from foretoken.server.api.exchange import Api
-from foretoken.server.api.messages import checked_messages, structure_of, tools_of
+from foretoken.server.api.messages import checked_messages, ends_open, structure_of, tools_of
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest, SamplingFields
 from foretoken.server.api.speculation import spec_of, uses_prediction
 from foretoken.server.record import Caller, caller_of, name_request, tenant_of
@@ -92,7 +92,7 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
         messages=messages,
         prediction=body.prediction,
         tools=tools_of(body, info),
-        template_options=(_llama_options() if terms.config.llama_cpp else {}) | _template_options(body),
+        template_options=_template_options(body, messages, terms.config),
         spec=spec_of(body, info, terms.config),
         trace=wants_rounds(body, terms.config),
     )
@@ -185,7 +185,9 @@ def _params(
         for name in _PASSED_ON
         if (value := getattr(body, name)) is not None and not (name == "min_tokens" and value == 0)
     }
-    given.setdefault("seed", config.default_seed)
+    seed = given.setdefault("seed", config.default_seed)
+    if seed is not None and seed < 0:  # -1 draws a fresh one, as in vLLM and llama.cpp
+        given["seed"] = None if seed == -1 else seed % 2**64
     given |= _sampling(body, terms)
     given |= {
         "max_tokens": max_tokens,
@@ -338,11 +340,11 @@ def _llama_options() -> dict[str, Any]:
     return {"enable_thinking": True, "date_string": datetime.now().strftime("%d %b %Y")}
 
 
-def _template_options(body: ChatRequest) -> dict[str, Any]:
-    """What the request tells the chat template.
+def _template_options(body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ApiConfig) -> dict[str, Any]:
+    """What the request, and the interface that it came by, tell the chat template.
 
     Raises:
-        ApiError: a name that is not on the list.
+        ApiError: a name that is not on the list, or a message is to be continued and an answer begun.
     """
     given = dict(body.chat_template_kwargs or {})
     for name, value in given.items():
@@ -354,7 +356,14 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
         given.setdefault("reasoning_effort", body.reasoning_effort)
     if body.add_generation_prompt is not None:
         given["add_generation_prompt"] = body.add_generation_prompt
-    return given
+    continues = body.continue_final_message
+    if continues and body.add_generation_prompt:
+        raise invalid("continue_final_message", "and add_generation_prompt exclude each other; set one of them")
+    if continues is None:
+        continues = config.llama_cpp and body.add_generation_prompt is None and ends_open(messages)
+    if continues:
+        given["continue_final_message"] = True
+    return _llama_options() | given if config.llama_cpp else given
 
 
 def _notice_unknown(body: SamplingFields, config: ApiConfig) -> None:

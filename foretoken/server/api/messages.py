@@ -126,3 +126,11 @@ def _called(body: ChatRequest, info: ModelInfo) -> Callables:
 
 def _style(info: ModelInfo) -> ToolStyle | None:
     return cast(ToolStyle | None, info.tool_style)
+
+
+def ends_open(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the assistant's text, which an answer continues in the interfaces that always do so:
+    Anthropic's, Ollama's and llama.cpp's.
+    """
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")

@@ -125,6 +125,8 @@ class TokenizeRequest(RequestPart):
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(RequestPart):
@@ -164,7 +166,12 @@ def tokenization_router(api: Api) -> APIRouter:
         if body.messages is not None and not info.has_chat_template:
             raise unsupported("messages", "the model has no chat template; give a prompt")
         messages = None if body.messages is None else checked_messages(body.messages, info.template_roles)
-        tokens = await api.backend.tokenize(TextToEncode(body.prompt, messages, body.add_special_tokens))
+        if body.continue_final_message and body.add_generation_prompt:
+            raise invalid("continue_final_message", "and add_generation_prompt exclude each other; set one of them")
+        names = ("add_generation_prompt", "continue_final_message")
+        options = {name: value for name in names if (value := getattr(body, name)) is not None}
+        text = TextToEncode(body.prompt, messages, body.add_special_tokens, template_options=options)
+        tokens = await api.backend.tokenize(text)
         return json_response({"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens})
 
     @router.post("/detokenize", summary="The text of token ids")
@@ -172,7 +179,7 @@ def tokenization_router(api: Api) -> APIRouter:
         info = _info(api)
         check_model(body.model, info, api.config)
         check_token_ids("tokens", body.tokens, info)
-        return json_response({"prompt": await api.backend.detokenize(body.tokens)})
+        return json_response({"prompt": await api.backend.detokenize(body.tokens, has_specials=True)})
 
     return router
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from foretoken.server.api.body import RequestPart
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import ResponseFormat, json_form
+from foretoken.server.api.messages import ends_open
 from foretoken.server.api.schemas import (
     MAX_WHOLE,
     ChatRequest,
@@ -183,6 +184,7 @@ def _chat(body: OllamaFields, messages: list[dict[str, Any]], tools: ToolList | 
     options = {} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}
     made = {
         "messages": messages,
+        "continue_final_message": ends_open(messages),
         "tools": tools,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,

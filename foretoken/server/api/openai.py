@@ -112,7 +112,7 @@ async def _echoed(api: Api, info: ModelInfo, prompt: str | Sequence[int]) -> str
     """The text of a prompt; none where the model has no tokenizer."""
     if isinstance(prompt, str):
         return prompt
-    return await api.backend.detokenize(prompt) if info.has_tokenizer else ""
+    return await api.backend.detokenize(prompt, has_specials=True) if info.has_tokenizer else ""
 
 
 class TextChoices(ChoiceWriter):

@@ -201,7 +201,7 @@ class SamplingFields(BaseModel):
     prompt_cache_key: ShortText | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: ShortText | None = None
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None  # OpenAI's are signed
     service_tier: ServiceTier | None = None
     stop: Stop = None
     store: bool | None = None
@@ -260,6 +260,7 @@ class ChatRequest(SamplingFields):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: ShortText | dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None

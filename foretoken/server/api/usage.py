@@ -63,7 +63,7 @@ def metrics(answer: AnswerProgress, level: str) -> dict[str, Any]:
         "time_to_first_token_ms": 1000 * stats["ttft_s"],
         "generation_time_ms": 1000 * max(0.0, stats["total_s"] - stats["ttft_s"]),
         "queue_time_ms": 1000 * stats["queued_s"],
-        "mean_itl_ms": 1000 * stats["inter_token_s"],
+        **({"mean_itl_ms": 1000 * stats["inter_token_s"]} if len(answer.tokens) > 1 else {}),
         "tokens_per_second": stats["tokens_per_s"],
         "speculative_decoding": _speculative_decoding(answer, stats) if stats["num_drafts"] else None,
     }

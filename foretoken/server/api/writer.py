@@ -190,7 +190,12 @@ class ChoiceWriter(AnswerWriter):
     @property
     def shows_tokens(self) -> bool:
         """Whether a chunk without text tells something."""
-        return bool(self.body.return_token_ids) or self._has_trace or self._options.continuous_usage_stats
+        return bool(self.body.return_token_ids) or self._has_trace or self._has_running_usage
+
+    @property
+    def _has_running_usage(self) -> bool:
+        """Whether every chunk has the usage so far: part of `include_usage`, as in vLLM."""
+        return self._options.include_usage and self._options.continuous_usage_stats
 
     def ids_of(self, tokens: Sequence[TokenEvent]) -> _Json:
         """What a choice has of its tokens' ids, where they were asked for."""
@@ -238,7 +243,7 @@ class ChoiceWriter(AnswerWriter):
 
     def _encoded(self, choices: list[_Json], more: _Json | None = None, has_ended: bool = False) -> bytes:
         chunk = {**self._head, "object": self._chunk, "choices": choices, **(more or {})}
-        if has_ended or self._options.continuous_usage_stats:
+        if has_ended or self._has_running_usage:
             chunk["usage"] = self._usage()
         elif self._options.include_usage:
             chunk["usage"] = None
