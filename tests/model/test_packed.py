@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.cli.app import run
 from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.model.fields import Fields
 from foretoken.model.layers import Linear
 from foretoken.model.loader import DequantisedWarning, load_decoder, open_weights, read_config
 from foretoken.model.matrices import grouped_kernel
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, MergedWeight
 from foretoken.model.open import native_config, open_model
-from foretoken.model.packed.weights import PackedWeights
+from foretoken.model.packed.weights import PackedWeights, packed_format
 from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.packed_files import (
     FORMS,
@@ -280,6 +281,48 @@ def test_schemes_of_one_type_are_told_apart(source: Path, tmp_path: Path, name: 
         assert torch.equal(found.to(expected.dtype), expected)
 
 
+_INT = {"type": "int", "symmetric": True, "dynamic": False}
+_FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+_BY_GROUP = {"strategy": "group", "group_size": 128}
+_PRESETS: dict[str, dict[str, Any] | None] = {
+    "W4A16": {"num_bits": 4, **_INT, **_BY_GROUP},
+    "w4a16_asym": {"num_bits": 4, **_INT, **_BY_GROUP, "symmetric": False},
+    "W4A8": {"num_bits": 4, **_INT, **_BY_GROUP},
+    "W4A4": {"num_bits": 4, **_INT, **_BY_GROUP},
+    "W4AFP8": {"num_bits": 4, **_INT, **_BY_GROUP},
+    "W8A16": {"num_bits": 8, **_INT, **_BY_GROUP},
+    "W8A8": {"num_bits": 8, **_INT, "strategy": "channel"},
+    "INT8": {"num_bits": 8, **_INT, "strategy": "channel"},
+    "FP8": {**_FLOAT, "strategy": "tensor"},
+    "FP8_DYNAMIC": {**_FLOAT, "strategy": "channel"},
+    "FP8_BLOCK": {**_FLOAT, "strategy": "block", "block_structure": [128, 128]},
+    "UNQUANTIZED": None,
+}
+
+
+@pytest.mark.parametrize("preset", _PRESETS)
+def test_a_preset_stands_for_its_description(preset: str) -> None:
+    """`compressed_tensors.quantization.preset_name_to_scheme` says these of its weights."""
+
+    def format_of(groups: dict[str, Any]) -> object:
+        settings = {"quant_method": "compressed-tensors", "config_groups": groups}
+        return packed_format(Fields({"quantization_config": settings}, "config.json"))
+
+    described = {"group_0": {"targets": ["Linear"], "weights": _PRESETS[preset]}}
+    assert format_of({preset: ["Linear"]}) == format_of(described)
+
+
+def test_a_group_named_by_a_preset_is_read(tmp_path: Path) -> None:
+    plain = tiny_checkpoint(tmp_path / "plain", "llama", **SHAPE | {"hidden_size": 256})
+    form = compressed_int(4, 128, True)
+    folder = write_packed(tmp_path / "packed", plain, form)
+    edit_config(folder, config_groups={"W4A16": ["Linear"]})
+    weights = open_weights(folder)
+    weights.check(read_config(folder))
+    expected = form.unpack(parts_of(folder, GATE))
+    assert torch.equal(weights.read(f"{GATE}.weight", (96, 256)).to(expected.dtype), expected)
+
+
 def test_zero_points_that_old_releases_did_not_pack_are_read(source: Path, tmp_path: Path) -> None:
     """compressed-tensors wrote them as int8 until 0.9.1, and still does where a matrix has one."""
     packed = write_packed(tmp_path / "packed", source, FORMS["int4-asymmetric"])
@@ -430,6 +473,8 @@ def test_broken_tensors_are_refused_by_name(
         ("awq", {"version": "gemv"}, UnsupportedModelError, "version='gemv'"),
         ("int4", {"config_groups": {}}, CheckpointError, "config_groups={} must be an object that describes"),
         ("int4", {"config_groups": {"a": None}}, CheckpointError, "a=None must be an object that describes"),
+        ("int4", {"config_groups": {"NVFP4": ["Linear"]}}, UnsupportedModelError, "preset 'NVFP4' .*W4A16"),
+        ("int4", {"config_groups": {"W4A16": [1]}}, CheckpointError, "a list of strings"),
         ("int4", {"config_groups": {"a": {"weights": None}}}, CheckpointError, r"weight_packed .* no scheme"),
         ("int4", {"config_groups": {}, "kv_cache_scheme": {}}, CheckpointError, r"weight_packed .* no scheme"),
         ("int4", {"format": "nvfp4-pack-quantized"}, UnsupportedModelError, "nvfp4"),

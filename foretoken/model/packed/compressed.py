@@ -71,6 +71,44 @@ class _Scheme:
         return (scales[1:] or (1,)) == (1 if self.group is None else -(-width // self.group),)
 
 
+_GROUP = 128  # inputs that share a scale in every preset of integers but W8A8
+# What a group is called that is only a list of modules: the presets of `compressed_tensors.quantization` whose weights
+# are read here.
+_PRESETS: Mapping[str, _Scheme | None] = {
+    "UNQUANTIZED": None,
+    **dict.fromkeys(("W4A16", "W4A16_ASYM", "W4A8", "W4A4", "W4AFP8"), _Scheme(False, 4, _GROUP, None)),
+    "W8A16": _Scheme(False, 8, _GROUP, None),
+    **dict.fromkeys(("W8A8", "INT8"), _Scheme(False, 8, None, None)),
+    **dict.fromkeys(("FP8", "FP8_DYNAMIC"), _Scheme(True, 8, None, None)),
+    "FP8_BLOCK": _Scheme(True, 8, None, (128, 128)),
+}
+
+
+def _scheme_of(groups: Fields, name: str) -> _Scheme | None:
+    """The weights of the group `name`, a description or a preset; None where only activations or the cache are
+    quantised.
+
+    Raises:
+        CheckpointError: a value that is missing or out of bounds.
+        UnsupportedModelError: a form without an implementation.
+    """
+    if isinstance(groups.raw[name], list):
+        groups.texts(name)
+        if name.upper() not in _PRESETS:
+            known = ", ".join(_PRESETS)
+            raise UnsupportedModelError(f"{groups.where}: the preset {shown(name)} is not read here: {known} are")
+        return _PRESETS[name.upper()]
+    group = groups.fields(name)
+    if group is None:
+        raise groups.refusal(name, "an object that describes some modules")
+    weights = group.fields("weights")
+    if weights is None:
+        return None
+    if group.text("format", "dense") not in _FORMATS:
+        raise UnsupportedModelError(f"{group.where}: format={shown(group.raw['format'])} is not read here")
+    return _Scheme.of(weights)
+
+
 @dataclass(frozen=True)
 class CompressedFormat:
     """The schemes of a compressed-tensors checkpoint; a matrix is of the first that its tensors have the form of."""
@@ -95,18 +133,8 @@ class CompressedFormat:
         groups = fields.fields("config_groups")
         if groups is None or not (groups.raw or fields.has("kv_cache_scheme")):
             raise fields.refusal("config_groups", "an object that describes the quantised modules")
-        schemes = []
-        for name in groups.raw:
-            group = groups.fields(name)
-            if group is None:
-                raise groups.refusal(name, "an object that describes some modules")
-            weights = group.fields("weights")
-            if weights is None:  # only activations or the cache are quantised
-                continue
-            if group.text("format", "dense") not in _FORMATS:
-                raise UnsupportedModelError(f"{group.where}: format={shown(group.raw['format'])} is not read here")
-            schemes.append(_Scheme.of(weights))
-        return cls(tuple(dict.fromkeys(schemes)))
+        found = (_scheme_of(groups, name) for name in groups.raw)
+        return cls(tuple(dict.fromkeys(scheme for scheme in found if scheme is not None)))
 
     def base_of(self, name: str, stored: str) -> str | None:
         """See `PackedFormat`."""
