@@ -42,12 +42,11 @@ from foretoken.model.matrices.codes import Allocate, GroupedCodes, SharedPages
 from foretoken.model.matrices.grouped_kernel import GroupedWeight, merged
 from foretoken.model.matrices.quant import ACTIVATIONS, GroupQuantiser, check_quant
 from foretoken.model.packed.weights import (
-    OLDER_SETTINGS,
     PackedWeights,
     assembled,
     method_of,
-    older_settings,
     packed_format,
+    with_older_settings,
 )
 from foretoken.model.rope import RowOrders, in_order
 from foretoken.model.sharding import Collective, Shard
@@ -90,12 +89,12 @@ def open_weights(folder: Path) -> TensorSource:
     if is_gguf(folder):
         return GgufWeights(folder)
     file = folder / "config.json"
-    raw = read_json(file) if file.exists() else {}
+    raw: Mapping[str, Any] = read_json(file) if file.exists() else {}
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         return Weights(folder)
-    older = older_settings(folder, raw)
-    fields = Fields({**family.defaults, **raw, **older}, str(folder / OLDER_SETTINGS if older else file))
+    raw, where = with_older_settings(folder, raw)
+    fields = Fields({**family.defaults, **raw}, str(where))
     weights: Weights | PackedWeights
     if family.experts is not None and (method_of(fields) in (None, "mxfp4")):
         weights = ExpertWeights(folder, family.experts)

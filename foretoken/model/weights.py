@@ -30,7 +30,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BASE = "model."  # what names of all tensors but the head begin with
 AS_CODES = "multiplied by its codes on a CPU, elsewhere dequantised when loaded"  # what becomes of a quantised type
-_OLDER_WEIGHTS = "gptq_model-*.safetensors"  # as AutoGPTQ named them
+# As AutoGPTQ named them.
+_OLDER_WEIGHTS = "gptq_model-*.safetensors"
+_OLDER_INDEX = f"{_OLDER_WEIGHTS}.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tables that old checkpoints carry and every implementation computes afresh.
 _HARMLESS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|position_ids)$")
@@ -206,7 +208,9 @@ class Weights(TensorSource):
                     self._file_of[name], self._about[name] = file, (tuple(view.get_shape()), str(view.get_dtype()))
         for name, shard in self._index.items():
             if name not in self._file_of:
-                raise CheckpointError(f"tensor {name} is not in {shard} as {INDEX} says: download the folder again")
+                raise CheckpointError(
+                    f"tensor {name} is not in {shard} as the index of {folder} says: download the folder again"
+                )
         own = EMBEDDING.removeprefix(_BASE)
         self._is_base = is_decoder and own in self._file_of and not any(one.startswith(_BASE) for one in self._file_of)
         if self._is_base:
@@ -217,24 +221,35 @@ class Weights(TensorSource):
         self._index: dict[str, str] = {}
         if (self.folder / self._whole).exists():  # transformers prefers it too
             return [self.folder / self._whole]
+        older, older_indices = (sorted(self.folder.glob(name)) for name in (_OLDER_WEIGHTS, _OLDER_INDEX))
         if (self.folder / INDEX).exists():
-            self._index = self._read_index()
-            files = [checkpoint_file(self.folder, name) for name in sorted(set(self._index.values()))]
-            for file in files:
-                if not file.exists():
-                    raise CheckpointError(
-                        f"shard {file.name} is missing in {self.folder}; {INDEX} lists it: download the folder again"
-                    )
-            return files
-        older = sorted(self.folder.glob(_OLDER_WEIGHTS))
+            return self._shards(self.folder / INDEX)
+        if len(older_indices) == 1:
+            return self._shards(older_indices[0])
         if len(older) == 1:
             return older
         refuse_pickle(self.folder)
-        found = f", but {older[0].name} and {len(older) - 1} more: save it again in one file" if older else ""
+        found = (
+            f", but {older[0].name} and {len(older) - 1} more without an index: save it again in one file"
+            if older
+            else ""
+        )
         raise CheckpointError(f"{self.folder} holds neither {self._whole} nor {INDEX}{found}")
 
-    def _read_index(self) -> dict[str, str]:
-        fields = Fields(read_json(self.folder / INDEX), str(self.folder / INDEX))
+    def _shards(self, index: Path) -> list[Path]:
+        """The files that an index lists."""
+        self._index = self._read_index(index)
+        files = [checkpoint_file(self.folder, name) for name in sorted(set(self._index.values()))]
+        for file in files:
+            if not file.exists():
+                raise CheckpointError(
+                    f"shard {file.name} is missing in {self.folder}; {index.name} lists it: download the folder again"
+                )
+        return files
+
+    @staticmethod
+    def _read_index(path: Path) -> dict[str, str]:
+        fields = Fields(read_json(path), str(path))
         index = fields.fields("weight_map")
         if index is None or not all(isinstance(shard, str) for shard in index.raw.values()):
             raise fields.refusal("weight_map", "an object that gives the file of every tensor")

@@ -57,7 +57,8 @@ def _expanded(weight: GroupedWeight) -> dict[str, Tensor]:
     return {"codes": weight.codes, "scales": scales} | ({} if minimums is None else {"minimums": minimums})
 
 
-OLDER_SETTINGS = "quantize_config.json"
+# Files beside config.json in which AutoGPTQ and AutoAWQ kept their settings, and the method of those that name none.
+_OLDER_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 
 
@@ -71,19 +72,21 @@ def method_of(config: Fields) -> str | None:
     return None if fields is None or not fields.raw else fields.text("quant_method", "unknown")
 
 
-def older_settings(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What AutoGPTQ kept in a file of its own, as `config.json` has it now; nothing where `raw` has it, or no matrix is
-    packed.
+def with_older_settings(folder: Path, raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Path]:
+    """A `config.json`'s content with what older packages kept in a file of their own, as `config.json` has it now, and
+    the file to name in errors; `raw` itself where it has these settings, or no matrix is packed.
 
     Raises:
         CheckpointError: a file is missing or malformed.
     """
-    path = folder / OLDER_SETTINGS
-    if raw.get("quantization_config") is not None or not path.exists():
-        return {}
+    path = next((folder / name for name in _OLDER_SETTINGS if (folder / name).exists()), None)
+    if path is None or raw.get("quantization_config") is not None:
+        return raw, folder / "config.json"
     if not any(name.endswith(".qweight") for name in Weights(folder).names):
-        return {}
-    return {"quantization_config": {"quant_method": "gptq", **read_json(path)}}
+        return raw, folder / "config.json"
+    settings = read_json(path)
+    method = "awq" if "w_bit" in settings else _OLDER_SETTINGS[path.name]  # some of AWQ were saved by AutoGPTQ's name
+    return {**raw, "quantization_config": {"quant_method": method, **settings}}, path
 
 
 def packed_format(config: Fields) -> PackedFormat | None:
