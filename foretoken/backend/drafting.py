@@ -66,6 +66,11 @@ class DrafterChoice:
         """The draft model and the head that only this choice names."""
         return tuple(value for field, value in self.fields if field in ("draft", "head"))
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The corpus and the n-gram table that this choice names."""
+        return tuple(value for field, value in self.fields if field in ("corpus", "ngram_table"))
+
     @cached_property
     def takes(self) -> frozenset[str]:
         """Whether its configuration takes a draft, and its requests a prediction, given or not."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from foretoken.errors import InputError, StorageError
 from foretoken.files import as_plain, hold_alone
+from foretoken.spec_checks import NO_TABLE, PACKAGED_TABLE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -157,13 +158,18 @@ class KeptFile:
 
 
 def run_of(
-    options: DataclassInstance, without: Iterable[str] = (), models: Iterable[str | None] = (), **more: object
+    options: DataclassInstance,
+    without: Iterable[str] = (),
+    models: Iterable[str | None] = (),
+    files: Iterable[str | None] = (),
+    **more: object,
 ) -> dict[str, Any]:
-    """What must agree between two runs: their options but outputs and those named in `without`, `more`, and what the
-    files of `models` hold: a folder of this name may have been written anew since.
+    """What must agree between two runs: their options but outputs and those named in `without`, `more`, and what
+    `models` and the `files` that drafters read (`SpecConfig.corpus`, `SpecConfig.ngram_table`) hold: what has this name
+    may have been written anew since.
 
     Raises:
-        ModelError, StorageError: a model that is not there.
+        ModelError, StorageError: a model or file that is not there.
     """
     from foretoken.model.names import model_folder  # a run that loads no model needs none of this
     from foretoken.train.answers import folder_fingerprint
@@ -171,7 +177,18 @@ def run_of(
     left_out = _OUTPUTS.union(without)
     named = dict.fromkeys(name for name in models if name is not None)
     contents = {f"files of {name}": folder_fingerprint(model_folder(name)) for name in named}
+    read = dict.fromkeys(name for name in files if name not in (None, PACKAGED_TABLE, NO_TABLE))
+    contents |= {f"content of {name}": _file_digest(Path(str(name))) for name in read}
     return {name: value for name, value in asdict(options).items() if name not in left_out} | contents | more
+
+
+def _file_digest(path: Path) -> str:
+    """A short hash of a file."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
 
 
 def digest(value: object) -> str:

@@ -108,3 +108,25 @@ def test_a_model_that_was_written_anew_is_another_one(
     (draft / "config.json").write_text((draft / "config.json").read_text() + " ")
     done = foretoken(*command)
     assert (done.code, "was measured with files of draft=" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["advise", "--drafts", "suffix:corpus=corpus.txt", "--budget-s", 1, "--concurrency", 1, "--num-drafts", 1],
+        ["eval", "--drafters", "suffix:corpus=corpus.txt", "--num-draft", 2, "--temperatures", 0],
+        ["audit", "--corpus", "corpus.txt", "--num-prompts", 1, "--temperatures", 0],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_corpus_that_was_written_anew_is_another_one(
+    foretoken: Run, text_pair: SimpleNamespace, command: list[object]
+) -> None:
+    Path("corpus.txt").write_text("one two three")
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "one two", "slice": "x"}) + "\n")
+    words = ["--target", text_pair.target, "--prompts", "prompts.jsonl", "--max-tokens", 4, "--resume", "kept.jsonl"]
+    first = foretoken(*command, *words)
+    assert first.code in (0, 1), first.err
+    Path("corpus.txt").write_text("four")
+    done = foretoken(*command, *words)
+    assert (done.code, "was measured with content of corpus.txt=" in done.err) == (2, True), done.err

@@ -112,6 +112,23 @@ def test_another_runs_file_is_refused_by_the_field_that_differs(
         opened(tmp_path / "kept.jsonl", **changed)
 
 
+def test_files_that_drafters_read_must_hold_the_same(tmp_path: Path) -> None:
+    corpus, kept = tmp_path / "corpus.txt", tmp_path / "kept.jsonl"
+    corpus.write_text("one")
+
+    def about() -> dict[str, object]:
+        return run_of(Options(), files=(str(corpus), None, "packaged", "none"))
+
+    for _ in range(2):
+        KeptFile(kept, "bench test", about()).close()
+    corpus.write_text("two")
+    with pytest.raises(InputError, match=rf"was measured with content of {corpus}="):
+        KeptFile(kept, "bench test", about())
+    corpus.unlink()
+    with pytest.raises(StorageError, match=rf"cannot read {corpus}"):
+        about()
+
+
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     for content in (

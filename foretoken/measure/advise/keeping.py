@@ -13,12 +13,16 @@ _FREE_TO_CHANGE = ("memory", "reserve", "machines", "budget_s", "concurrency")  
 
 
 def kept_answers(
-    options: AdviseOptions, prompts: Sequence[EvalPrompt], models: Sequence[str | None], **more: object
+    options: AdviseOptions,
+    prompts: Sequence[EvalPrompt],
+    models: Sequence[str | None],
+    files: Sequence[str | None] = (),
+    **more: object,
 ) -> KeptFile:
-    """The file; `models` and `more` must agree too. Costs of steps are measured anew.
+    """The file; `models`, `files` and `more` must agree too. Costs of steps are measured anew.
 
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    run = run_of(options, _FREE_TO_CHANGE, models, versions=versions(), **more)
+    run = run_of(options, _FREE_TO_CHANGE, models, files, versions=versions(), **more)
     return KeptFile(options.resume, "advise", run | {"prompts by content": digest([one.key for one in prompts])})

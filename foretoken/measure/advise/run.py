@@ -134,7 +134,8 @@ def measured(
             )
             share = others.share()
         models = [options.target, *(candidate.source for candidate in usable)]
-        with closing(kept_answers(options, prompts, models, machine=machine())) as kept:
+        files = [name for candidate in usable for name in (candidate.spec.corpus, candidate.spec.ngram_table)]
+        with closing(kept_answers(options, prompts, models, files, machine=machine())) as kept:
             answers, interrupted = _answers(llm, options, usable, prompts, kept, console)
         notes = _notes(options, prompt_tokens, costs)
         if is_contended(share):

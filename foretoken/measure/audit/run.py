@@ -43,8 +43,9 @@ def run_audit(
     assert prompts
     tell("loading the models")
     session = Session(options, prompts)
-    models = (options.target, options.spec.draft, options.spec.head)
-    with session.llm, closing(_kept(options, prompts, "audit", models)) as kept:
+    spec = options.spec
+    models, files = (options.target, spec.draft, spec.head), (spec.corpus, spec.ngram_table)
+    with session.llm, closing(_kept(options, prompts, "audit", models, files)) as kept:
         checks, interrupted = _made(_checks(session, kept, tell))
     return write_report(audit_report(options, checks, command, interrupted, session.notes), options.out, options.name)
 
@@ -64,6 +65,7 @@ def _kept(
     prompts: Sequence[Prompt],
     kind: str,
     models: Sequence[str | None],
+    files: Sequence[str | None],
     **more: object,
 ) -> KeptFile:
     """The file of checks that were made.
@@ -71,7 +73,9 @@ def _kept(
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    run = run_of(options, models=models, versions=versions()) | {"prompts by content": digest(as_plain(prompts))}
+    run = run_of(options, models=models, files=files, versions=versions()) | {
+        "prompts by content": digest(as_plain(prompts))
+    }
     return KeptFile(options.resume, kind, run | more)
 
 
@@ -132,7 +136,9 @@ def run_backend_audit(
             "backend": options.source.identity_of(backend) | found,
             "drafting": [drafting_name(one) for one in draftings],
         }
-        kept = stack.enter_context(closing(_kept(options, prompts, "audit of a backend", (options.target,), **about)))
+        kept = stack.enter_context(
+            closing(_kept(options, prompts, "audit of a backend", (options.target,), (), **about))
+        )
         alpha = options.alpha / len(draftings)
         checks, interrupted = _made(
             check for drafting in draftings for check in _checks_of_backend(session, kept, drafting, alpha, tell)

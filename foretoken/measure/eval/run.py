@@ -187,9 +187,10 @@ class EvalRun(EvaluationRun):
         with open_llm(self.options) as llm:
             fitting(llm, self.prompts, self.options.chat)
             self.identity = identities(self.options)
-            models = [self.options.target]
-            models += [name for one in self.options.settings for name in (one.spec.draft, one.spec.head) if name]
-            with closing(self._kept("eval", models=models, versions=versions())) as kept:
+            specs = [one.spec for one in self.options.settings]
+            models = [self.options.target, *(name for spec in specs for name in (spec.draft, spec.head) if name)]
+            files = [name for spec in specs for name in (spec.corpus, spec.ngram_table)]
+            with closing(self._kept("eval", models=models, files=files, versions=versions())) as kept:
                 names = _each_named((drafter.name, temperature, prompt) for prompt, drafter, temperature in self.jobs)
                 for name, job in zip(names, self.jobs, strict=True):
                     tell(job[1].name)

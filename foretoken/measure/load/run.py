@@ -69,9 +69,10 @@ def kept_turns(
         InputError, StorageError: see `KeptFile`.
     """
     prompts = digest({name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()})
-    models = [options.target, options.draft]
-    models += [model for one in settings if one.choice is not None for model in one.choice.models]
-    run = run_of(options, without_effect, models, machine=machine(), versions=versions())
+    choices = [one.choice for one in settings if one.choice is not None]
+    models = [options.target, options.draft, *(model for choice in choices for model in choice.models)]
+    files = [file for choice in choices for file in choice.files]
+    run = run_of(options, without_effect, models, files, machine=machine(), versions=versions())
     return KeptFile(options.resume, "bench load", run | {"prompts by content": prompts})
 
 

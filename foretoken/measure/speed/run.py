@@ -221,10 +221,14 @@ def _samples_file(options: SpeedOptions) -> Path | None:
 
 def _about(options: SpeedOptions, prompts: Sequence[Prompt], found: Mapping[str, str], given: bool) -> dict[str, Any]:
     """Everything that must agree for answers of two runs to stand in one table."""
-    named = [model for choice in options.choices for model in choice.models]
-    models = () if given or LOCAL not in options.backends else (options.target, options.draft, *named)
+    models: list[str | None] = []
+    files: list[str | None] = []
+    if not given and LOCAL in options.backends:
+        models = [options.target, options.draft, *(model for choice in options.choices for model in choice.models)]
+        files = [file for choice in options.choices for file in choice.files]
     asked = digest([(one.name, one.slice, one.text, one.messages, one.prediction) for one in prompts])
-    return run_of(options, models=models, machine=machine(), versions=dict(found)) | {"what the prompts ask": asked}
+    about = run_of(options, models=models, files=files, machine=machine(), versions=dict(found))
+    return about | {"what the prompts ask": asked}
 
 
 def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contender], path: Path | None) -> str:

@@ -103,6 +103,20 @@ def test_a_head_that_only_a_drafter_names_must_have_the_same_files(text_pair: Si
         kept_turns(load, {}, settings)
 
 
+def test_a_corpus_that_only_a_drafter_names_must_hold_the_same(text_pair: SimpleNamespace, tmp_path: Path) -> None:
+    corpus, target = tmp_path / "corpus.txt", str(text_pair.target)
+    corpus.write_text("one")
+    speed = replace(OPTIONS, target=target, drafters=(f"suffix:corpus={corpus}",))
+    load = LoadOptions(target, settings=(f"suffix:corpus={corpus}-2",), resume=tmp_path / "kept.jsonl")
+    settings, _ = parse_batch_settings(load.settings, None)
+    before = offline._about(speed, (), {}, given=False)
+    kept_turns(load, {}, settings).close()
+    corpus.write_text("two")
+    assert offline._about(speed, (), {}, given=False) != before
+    with pytest.raises(InputError, match=f"was measured with content of {corpus}="):
+        kept_turns(load, {}, settings)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
