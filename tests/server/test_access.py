@@ -13,6 +13,7 @@ from foretoken.backend.local import LocalBackend
 from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig
 from foretoken.server.api.app import create_app
+from foretoken.server.api.config import ApiConfig
 from foretoken.server.config import ServerConfig
 from foretoken.server.guard.app import PUBLIC_PATHS, ASGIApp, Guard, need_of
 from foretoken.server.guard.config import GuardConfig
@@ -41,9 +42,10 @@ TRICKS = (
 )
 
 
-def whole_app(backend: Any, guard: GuardConfig) -> ASGIApp:
+def whole_app(backend: Any, guard: GuardConfig, api: ApiConfig | None = None) -> ASGIApp:
     """The application as it is served."""
-    config = ServerConfig(EngineConfig("reference:target"), guard=guard, observe=ObserveConfig(request_log="none"))
+    observe, api = ObserveConfig(request_log="none"), api or ApiConfig()
+    config = ServerConfig(EngineConfig("reference:target"), guard=guard, observe=observe, api=api)
     return compose(backend, config).app
 
 
@@ -97,6 +99,19 @@ def test_auth_matrix() -> None:
                 assert (status(app, method, path, token) == 401) == (not is_public), (method, path, token)
             for token in (USER, ADMIN):
                 assert status(app, method, path, token) not in (401, 403, 500), (method, path, token)
+
+
+def test_what_answers_get_answers_head() -> None:
+    """Probes and proxies ask so; with the same status and headers, llama.cpp's and Ollama's paths too."""
+    app = whole_app(StatsBackend(), GuardConfig(), ApiConfig(llama_cpp=True, ollama=True))
+    described = asyncio.run(ask(app, scope_of("GET", "/openapi.json", [HOST])))
+    reading = [path for path, methods in json.loads(described.body)["paths"].items() if "get" in methods]
+    assert {"/v1/stats", "/v1/limits", "/v1/acceptance", "/props", "/slots", "/models", "/api/tags"} <= set(reading)
+    for path in [*reading, "/", "/metrics", "/openapi.json", "/v1/models/fake"]:
+        get, head = (asyncio.run(ask(app, scope_of(method, path, [HOST]))) for method in ("GET", "HEAD"))
+        assert head.status == get.status, path
+        assert set(head.headers) == set(get.headers)
+    assert "head" not in {method for methods in json.loads(described.body)["paths"].values() for method in methods}
 
 
 @pytest.mark.parametrize("path", TRICKS)

@@ -66,15 +66,6 @@ def test_the_page_is_one_document_with_its_policy() -> None:
     assert "/*{" not in answer.text
 
 
-def test_the_page_answers_head_without_its_text() -> None:
-    async def run() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app_with(page_router()))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.head("/")
-
-    assert asyncio.run(run()).status_code == 200
-
-
 def test_the_policy_allows_the_script_and_the_style_that_are_there_and_no_others() -> None:
     policy = dict(part.split(" ", 1) for part in content_policy().split("; "))
     html = document()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken import __version__
@@ -63,9 +64,19 @@ def create_app(
         *(router if isinstance(router, APIRouter) else router(api) for router in routers),
     ):
         app.include_router(router)
+        app.include_router(_heads(router))
     install_handlers(app, api.config.retry_after_s)
     app.add_middleware(RequestLayer, api=api)
     return app
+
+
+def _heads(router: APIRouter) -> APIRouter:
+    """HEAD for every route of `router` that answers GET; servers send no body of such a response."""
+    heads = APIRouter()
+    for route in router.routes:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            heads.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+    return heads
 
 
 class RequestLayer:

@@ -38,7 +38,6 @@ def status_router(api: Api) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", summary="The served models")
     async def models() -> Response:
         info = api.backend.info
@@ -47,7 +46,6 @@ def status_router(api: Api) -> APIRouter:
         pages = {"has_more": False, "first_id": next(iter(ids), None), "last_id": next(reversed(ids), None)}
         return json_response({"object": "list", "data": listed, **pages})
 
-    @router.head("/v1/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}", summary="One served model")
     async def model(name: str) -> Response:
         info = api.backend.info
@@ -55,20 +53,17 @@ def status_router(api: Api) -> APIRouter:
             raise ApiError(404, "model_not_found", "model: is not served here; see /v1/models", "model")
         return json_response(_model(info))
 
-    @router.head("/health", include_in_schema=False)
     @router.get("/health", summary="Whether the engine lives")
     async def health() -> Response:
         if api.backend.state in _DEAD:
             raise unavailable(api.backend.state, api.config.retry_after_s)
         return json_response({"status": "ok", "state": api.backend.state})
 
-    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", summary="Whether requests are taken")
     async def ready() -> Response:
         api.ready_info()
         return json_response({"status": "ready"})
 
-    @router.head("/version", include_in_schema=False)
     @router.get("/version", summary="The version of this server")
     async def version() -> Response:
         return json_response({"version": __version__})

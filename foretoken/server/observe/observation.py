@@ -140,7 +140,6 @@ def metrics_router(metrics: ServerMetrics, api: Api) -> APIRouter:
     if not api.config.metrics:
         return router
 
-    @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics", include_in_schema=False)
     async def show() -> Response:
         return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST)

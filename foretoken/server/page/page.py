@@ -44,7 +44,7 @@ def page_router() -> APIRouter:
     }
     router = APIRouter()
 
-    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @router.get("/", include_in_schema=False)
     async def page() -> Response:
         return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
