@@ -251,3 +251,21 @@ def blocks_of(events: list[Any]) -> list[dict[str, Any]]:
             blocks[-1]["text"] = blocks[-1].get("text", "") + event["delta"].get("text", "")
             blocks[-1]["json"] += event["delta"].get("partial_json", "")
     return [block | ({"input": json.loads(block["json"])} if block["json"] else {}) for block in blocks]
+
+
+def test_a_call_that_a_stop_string_cuts_is_not_made(server: Server) -> None:
+    """A client would run it after "tool_calls"; a whole call before the stop string is made, as llama.cpp has it."""
+    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    (whole,) = server.chat(**fields)["choices"]
+    arguments = whole["message"]["tool_calls"][0]["function"]["arguments"]
+    place = arguments.index('"level"')
+    cut = server.chat(**fields, stop=['"level"'])["choices"][0]
+    assert cut["message"]["tool_calls"][0]["function"]["arguments"].strip() == arguments[:place].strip()
+    assert cut["finish_reason"] == "stop"
+    _, calls, reason = merged(server.chat(**fields, stop=['"level"'], stream=True))
+    assert (calls[0]["arguments"].strip(), reason) == (arguments[:place].strip(), "stop")
+    ended_behind = server.chat(**fields, stop=["</tool_call>"])["choices"][0]
+    assert (ended_behind["message"]["tool_calls"][0]["function"]["arguments"], ended_behind["finish_reason"]) == (
+        arguments,
+        "tool_calls",
+    )

@@ -83,7 +83,7 @@ class ChatChoices(ChoiceWriter):
 
     def last_choice(self, event: AnswerEnded) -> dict[str, Any]:
         """See `ChoiceWriter`."""
-        deltas, reason = self._shapers[event.index].finish(event.finish_reason)
+        deltas, reason = self._finished(event)
         return _chunk(event.index, side_by_side(deltas), reason)
 
     def choices(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class ChatChoices(ChoiceWriter):
             assert progress.ended is not None
             shaper = self._shapers[index]
             shaper.push(progress.text)
-            _, reason = shaper.finish(progress.ended.finish_reason)
+            _, reason = self._finished(progress.ended)
             choice: dict[str, Any] = {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **shaper.message()},
@@ -102,6 +102,15 @@ class ChatChoices(ChoiceWriter):
             }
             choices.append(choice | self.ids_of(progress.tokens) | self.of_choice(progress.ended))
         return choices
+
+    def _finished(self, event: AnswerEnded) -> tuple[list[dict[str, Any]], str]:
+        """What was held back of an answer, and why it ended: "stop" where a stop string cut a call off, which a client
+        would run after "tool_calls".
+        """
+        shaper = self._shapers[event.index]
+        deltas, reason = shaper.finish(event.finish_reason)
+        is_cut = shaper.is_within_call and self.exchange.stop_string(event) is not None
+        return deltas, event.finish_reason if is_cut else reason
 
 
 def _chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class MessageShaper:
         """What was held back, and the reason why the answer ended."""
         return [], finish_reason
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the text ended before the arguments of its last call did."""
+        return False
+
     def message(self) -> dict[str, Any]:
         """Fields of the whole message, after `finish`: `content` and others, without the role."""
         return {"content": self._content}
@@ -80,6 +85,11 @@ class ToolReader(MessageShaper):
         self._is_cut = finish_reason == "length"
         deltas = self._run(True)
         return deltas, "tool_calls" if self._calls and finish_reason == "stop" else finish_reason
+
+    @property
+    def is_within_call(self) -> bool:
+        """See `MessageShaper.is_within_call`."""
+        return bool(self._calls) and self._read == self._read_arguments
 
     def message(self) -> dict[str, Any]:
         """See `MessageShaper.message`; `content` is None beside calls alone."""
