@@ -238,6 +238,10 @@ def test_a_piece_keeps_the_space_of_its_word(tmp_path: Path) -> None:
     written = [token["piece"] for token in tokens["tokens"]]
     assert written[0] == "<s>"
     assert "".join(written[1:]) == " " + text
+    ids = [token["id"] for token in tokens["tokens"]]
+    assert ask(Spelling(tokenizer), "/detokenize", {"tokens": ids[1:]}) == (200, {"content": " " + text})
+    assert ask(Spelling(tokenizer), "/detokenize", {"tokens": ids}) == (200, {"content": "<s> " + text})
+    assert ask(Spelling(tokenizer), "/detokenize", {"tokens": []}) == (200, {"content": ""})
     assert ask(Spelling(tokenizer), "/tokenize", {"content": "", "with_pieces": True}) == (200, {"tokens": []})
 
 

@@ -124,7 +124,8 @@ def _add_texts(router: APIRouter, api: Api) -> None:
     @router.post("/detokenize", summary="The text of token ids, as llama.cpp has it", responses=_OWN_ERRORS)
     async def detokenize(body: TokensRequest) -> Response:
         check_token_ids("tokens", body.tokens, api.ready_info())
-        return json_response({"content": await _text(api, body.tokens)})
+        front, place = await _front(api)
+        return json_response({"content": (await _text(api, [*front, *body.tokens]))[place:]})
 
 
 def _add_state(router: APIRouter, api: Api) -> None:
@@ -193,10 +194,17 @@ async def _text(api: Api, ids: Sequence[int]) -> str:
 
 
 async def _pieces(api: Api, tokens: Collection[int]) -> dict[int, str]:
-    """What each token writes inside a text: at its beginning SentencePiece would drop the space of a word."""
-    front = await _ids(api, ["a"], add_special=False) if tokens else []
-    place = len(await _text(api, front)) if tokens else 0
+    """What each token writes inside a text."""
+    front, place = await _front(api) if tokens else ([], 0)
     return {token: (await _text(api, [*front, token]))[place:] for token in tokens}
+
+
+async def _front(api: Api) -> tuple[list[int], int]:
+    """Tokens to stand in front of others, and the length of their text: llama.cpp joins what tokens write inside a
+    text, and at its beginning SentencePiece's decoder would drop the space of a word.
+    """
+    front = await _ids(api, ["a"], add_special=False)
+    return front, len(await _text(api, front))
 
 
 async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
