@@ -23,7 +23,7 @@ from foretoken.config import SamplingParams
 from foretoken.errors import InputError, install
 from foretoken.params import check_text, plain_schema
 from foretoken.text import grammar_trial
-from foretoken.text.schema_numbers import check_numbers
+from foretoken.text.schema_numbers import NAMED, REMARKS, VALUES, check_numbers
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -125,10 +125,28 @@ def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
         raise InputError("json_schema", value, "a JSON schema must be an object, or true for any JSON")
     check_text("json_schema", json.dumps(schema, ensure_ascii=False))
     check_numbers("json_schema", schema)
+    _leave_out_idle(schema)
     options = schema.get("x-guidance", {})
     if isinstance(options, dict) and "whitespace_flexible" not in options:
         schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE} | options
     return schema
+
+
+def _leave_out_idle(schema: dict[str, Any]) -> None:
+    """Take words out of a schema that llguidance does not follow, where they ask for nothing: `uniqueItems: false`."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            if one.get("uniqueItems") is False:
+                del one["uniqueItems"]
+            for key, value in one.items():
+                if key in NAMED and isinstance(value, dict):
+                    waiting += value.values()
+                elif key not in VALUES + REMARKS:
+                    waiting.append(value)
 
 
 class Vocabulary:

@@ -14,10 +14,10 @@ from typing import Any
 from foretoken.errors import InputError
 
 _WHOLE = 2**63  # whole numbers of this size and more are read otherwise
-_VALUES = ("const", "enum")
+VALUES = ("const", "enum")
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by any name
-_REMARKS = ("default", "examples", "example", "x-guidance")
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by any name
+REMARKS = ("default", "examples", "example", "x-guidance")
 
 
 def check_numbers(field: str, schema: object) -> None:
@@ -27,7 +27,7 @@ def check_numbers(field: str, schema: object) -> None:
         InputError: names `field` and the first such number.
     """
     for place, number in _found(schema):
-        if place in _VALUES:
+        if place in VALUES:
             is_exact, remedy = _is_written(number), "write it as a text, or round it to 15 digits"
         else:
             is_exact, remedy = _is_bound(number, place in _LOW), "give one of at most 15 digits"
@@ -43,11 +43,11 @@ def _found(schema: object) -> Iterator[tuple[str, int | float]]:
         if isinstance(one, list):
             waiting += one
         for key, value in one.items() if isinstance(one, Mapping) else ():
-            if key in _NAMED and isinstance(value, Mapping):
+            if key in NAMED and isinstance(value, Mapping):
                 waiting += value.values()
-            elif key in _VALUES or key in _LOW + _HIGH:
+            elif key in VALUES or key in _LOW + _HIGH:
                 yield from ((key, number) for number in _numbers(value))
-            elif key not in _REMARKS:
+            elif key not in REMARKS:
                 waiting.append(value)
 
 

@@ -17,6 +17,7 @@ import pytest
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError
 from foretoken.text import grammar, grammar_trial, structure
+from foretoken.text.grammar import grammar_text
 from foretoken.text.structure import StructureCompiler
 from tests.text.structures import Model, reference_tokenizer
 from tests.text.test_tokenizer import metaspace, word_piece
@@ -63,6 +64,17 @@ def test_what_is_refused_names_the_field_the_fault_and_the_remedy(
         model.make(**given)
     assert caught.value.field == field
     assert len(str(caught.value)) < 400
+
+
+def test_items_that_need_not_differ_are_no_fault(model: Model) -> None:
+    """Generators of schemas write uniqueItems: false, which asks for nothing; a property may have the name."""
+    plain: dict[str, Any] = {"type": "array", "items": {"type": "array", "maxItems": 2}}
+    said = {**plain, "uniqueItems": False, "items": {**plain["items"], "uniqueItems": False}}
+    assert grammar_text("json_schema", said) == grammar_text("json_schema", plain)
+    model.make(json_schema=said)
+    named = {"type": "object", "properties": {"uniqueItems": False, "a": True}, "const": {"uniqueItems": False}}
+    (_, answer) = json.loads(grammar_text("json_schema", named))["grammars"]
+    assert answer["json_schema"].items() >= named.items()
 
 
 def nested(depth: int, key: str = "items") -> dict[str, Any]:
