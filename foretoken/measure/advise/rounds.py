@@ -5,9 +5,10 @@ the round began: where a draft of ten has four accepted tokens, a draft of two h
 them and their bonus token, inside of the same draft. So the rounds of any length follow from those of the longest,
 exactly for the chain of a draft model at temperature 0 and under the coupled rule, whose noise belongs to the position.
 
-It is supposed that a smaller tree is the beginning of a larger one, which is so but for ties; that a bonus token behind
-a draft accepted whole would have been drafted too, where the next round drafts; and for heads, which predict better
-from the target's states than from their own, it is a lower bound.
+It is supposed that a smaller tree is the beginning of a larger one, which is so but for ties, and that what is drafted
+behind an accepted token of a tree is what the larger tree has below it; that a bonus token behind a draft accepted
+whole would have been drafted too, where the next round drafts, and behind it what that round drafts. For heads, which
+predict better from the target's states than from their own, it is a lower bound.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from foretoken.errors import InputError
 
 @dataclass(frozen=True)
 class DraftRound:
-    """One round: how many tokens were drafted, and the places of the accepted ones among them, ascending."""
+    """One round: how many tokens were drafted, and the places of the accepted ones among them, ascending.
+
+    `parents` are the places of a tree's parents, -1 for the token that it begins behind; without them it is a chain.
+    """
 
     num_drafted: int
     path: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @property
     def num_emitted(self) -> int:
@@ -35,15 +40,30 @@ class DraftRound:
         return len(self.path) + 1
 
     def behind(self, count: int) -> DraftRound:
-        """What is left of it behind its first `count` accepted tokens."""
+        """What is left of it behind its first `count` accepted tokens: of a tree, what is below them."""
         if not count:
             return self
-        begin = self.path[count - 1] + 1
-        return DraftRound(self.num_drafted - begin, tuple(place - begin for place in self.path[count:]))
+        end = self.path[count - 1]
+        if not self.parents:
+            return DraftRound(self.num_drafted - end - 1, tuple(place - end - 1 for place in self.path[count:]))
+        below = {end: -1}  # the tokens below, by their places here
+        for place in range(end + 1, self.num_drafted):
+            if self.parents[place] in below:
+                below[place] = len(below) - 1
+        parents = tuple(below[self.parents[place]] for place in list(below)[1:])
+        return DraftRound(len(parents), tuple(below[place] for place in self.path[count:]), parents)
+
+    def followed_by(self, later: DraftRound) -> DraftRound:
+        """This chain, accepted whole, its bonus token as a draft token, and behind that the later round."""
+        count = self.num_drafted + 1
+        path = (*range(count), *(place + count for place in later.path))
+        parents = (*range(-1, count - 1), *(place + count if place >= 0 else count - 1 for place in later.parents))
+        return DraftRound(count + later.num_drafted, path, parents if later.parents else ())
 
     def first(self, num_draft: int) -> DraftRound:
         """The same with at most `num_draft` draft tokens."""
-        return DraftRound(min(num_draft, self.num_drafted), self.path[: bisect_left(self.path, num_draft)])
+        path = self.path[: bisect_left(self.path, num_draft)]
+        return DraftRound(min(num_draft, self.num_drafted), path, self.parents[:num_draft])
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,9 @@ class AnswerRounds:
 
 def read_rounds(values: Mapping[str, Any]) -> AnswerRounds:
     """An answer that a file holds as plain values."""
-    rounds = tuple(DraftRound(one["num_drafted"], tuple(one["path"])) for one in values["rounds"])
+    rounds = tuple(
+        DraftRound(one["num_drafted"], tuple(one["path"]), tuple(one["parents"])) for one in values["rounds"]
+    )
     return AnswerRounds(**{**values, "rounds": rounds})
 
 
@@ -83,12 +105,14 @@ def answered(found: Sequence[AnswerRounds], num_prompts: int) -> list[AnswerRoun
 def shortened(rounds: Sequence[DraftRound], num_draft: int) -> list[DraftRound]:
     """What drafts of at most `num_draft` tokens would make of the answer with these rounds; see the module."""
     found: list[DraftRound] = []
+    longest = max((one.num_drafted for one in rounds), default=0)
     place, inside = 0, 0  # the recorded round, and how many of its tokens are emitted already
     while place < len(rounds):
         here, behind = rounds[place], rounds[place + 1] if place + 1 < len(rounds) else DraftRound(0)
         left = here.behind(inside)
-        if inside and not left.num_drafted and behind.num_drafted:
-            left = DraftRound(behind.num_drafted + 1, (0, *(one + 1 for one in behind.path)))
+        is_whole = len(left.path) == left.num_drafted  # one that ended by its length would have gone on
+        if inside and is_whole and behind.num_drafted and (not left.num_drafted or here.num_drafted == longest):
+            left = left.followed_by(behind)
         found.append(left.first(num_draft))
         inside += found[-1].num_emitted
         while place < len(rounds) and inside >= rounds[place].num_emitted:
@@ -111,7 +135,9 @@ class RoundRecorder(RoundWatcher):
     def round(self, view: RoundView) -> None:
         """Keep one round."""
         offsets, b = view.draft.offsets, view.b
-        self.rounds.append(DraftRound(offsets[b + 1] - offsets[b], tuple(sorted(view.verdict.paths[b]))))
+        parents = tuple(view.draft.parents[offsets[b] : offsets[b + 1]])
+        is_chain = parents == tuple(range(-1, len(parents) - 1))
+        self.rounds.append(DraftRound(len(parents), tuple(sorted(view.verdict.paths[b])), () if is_chain else parents))
 
     def answer(self, prompt: str, slice_name: str) -> AnswerRounds:
         """The answer that has ended; its first round read the prompt and is part of no decoding."""

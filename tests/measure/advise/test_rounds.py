@@ -53,6 +53,27 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
     assert [len(one.path) for one in shortened([whole], 4)] == [2, 0]
 
 
+@pytest.mark.parametrize("num_draft", range(1, 9))
+def test_a_draft_that_began_inside_goes_on_behind_the_longest(num_draft: int) -> None:
+    """Whatever the length, all draft tokens are accepted: none ends where the longest draft happened to end."""
+    whole = [DraftRound(8, tuple(range(8)))] * 30
+    found = [len(one.path) for one in shortened(whole, num_draft)]
+    assert set(found[:-1]) == {num_draft}
+    ended = [DraftRound(8), DraftRound(4, (0, 1, 2, 3)), DraftRound(8, (0,))]  # the second had no more to draft
+    assert [one.num_drafted for one in shortened(ended, 2)][1:3] == [2, 1]
+
+
+def test_what_is_drafted_behind_a_token_of_a_tree_is_below_it() -> None:
+    """Of a tree with two branches one is accepted whole: the other takes no room in the drafts behind it."""
+    tree = DraftRound(6, (0, 2, 4), (-1, -1, 0, 1, 2, 3))
+    assert tree.behind(1) == DraftRound(2, (0, 1), (-1, 0))
+    assert tree.behind(2) == DraftRound(1, (0,), (-1,))
+    assert tree.first(3) == DraftRound(3, (0, 2), (-1, -1, 0))
+    assert [one.path for one in shortened([tree], 1)] == [(0,), (0,)]
+    joined = DraftRound(1, (0,)).followed_by(DraftRound(3, (1,), (-1, -1, 1)))
+    assert joined == DraftRound(5, (0, 1, 3), (-1, 0, 1, 1, 3))
+
+
 def test_a_bonus_token_counts_as_drafted_where_the_next_round_drafts() -> None:
     """Two rounds accepted whole; with two draft tokens the third token of the first is the bonus of a round that began
     inside.
