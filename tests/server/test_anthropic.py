@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from foretoken import SpecConfig
 from foretoken.backend.call import AnswerFailed, Begun, Event, Piece, TokenEvent
 from foretoken.errors import ContextLengthError, OverloadedError, UnavailableError
 from foretoken.server.api.anthropic import ContentBlocks
+from foretoken.server.api.anthropic_request import chat_messages
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.exchange import completed_stop
@@ -118,6 +120,17 @@ def test_the_beginning_of_an_answer_is_continued() -> None:
         assert call.messages[-1] == {"role": "assistant", "content": "{"}
         assert call.template_options == {"continue_final_message": True}
     assert asked(HELLO).template_options == {}
+
+
+def test_many_texts_of_a_turn_are_not_copied_one_by_one() -> None:
+    """A body of 2 MB took seconds of the event loop, in which nobody else was answered."""
+    long, short = {"type": "text", "text": "a" * (2 << 20)}, {"type": "text", "text": "b"}
+    began_s = time.process_time()
+    found = chat_messages(None, [{"role": "user", "content": [long, *[short] * 20_000]}])
+    assert time.process_time() - began_s < 0.5
+    assert found[0]["content"] == long["text"] + "\nb" * 20_000
+    texts = [{"type": "text", "text": text} for text in ("", "", "a", "", "b", "")]
+    assert chat_messages(None, [{"role": "user", "content": texts}])[0]["content"] == "a\n\nb\n"
 
 
 def test_fields_become_parameters() -> None:

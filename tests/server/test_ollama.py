@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from foretoken.backend.call import AnswerFailed, Begun, Event
 from foretoken.errors import ContextLengthError, OverloadedError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
+from foretoken.server.api.ollama_request import OllamaChat, as_chat
 from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
 from tests.helpers.http import JSON, Records, client_of, run
 
@@ -115,6 +117,20 @@ def test_the_beginning_of_an_answer_is_continued() -> None:
     begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well"}]
     assert asked({"messages": begun}).template_options == {"continue_final_message": True}
     assert asked({"messages": begun[:1]}).template_options == {}
+
+
+def test_results_find_their_calls_without_looking_through_all_of_them() -> None:
+    """A body of 1 MB took seconds of the event loop, in which nobody else was answered."""
+    names = [f"f{place % 5000}" for place in range(10_000)]
+    calls = [{"function": {"name": name}} for name in names]
+    results = [{"role": "tool", "content": "x", "tool_name": name} for name in reversed(names[5000:])]
+    results += [{"role": "tool", "content": "x"}] * 4999 + [{"role": "tool", "content": "x", "tool_name": "f4999"}]
+    body = OllamaChat.model_validate({"messages": [{"role": "assistant", "tool_calls": calls}, *results]})
+    began_s = time.process_time()
+    found = [message["tool_call_id"] for message in as_chat(body).messages[1:]]
+    assert time.process_time() - began_s < 1
+    assert found[:5000] == [f"call_0_{place}" for place in reversed(range(5000))]
+    assert found[5000:] == [f"call_0_{place}" for place in range(5000, 10_000)]
 
 
 def test_a_prompt_is_a_message_or_the_whole_text() -> None:

@@ -241,19 +241,28 @@ def chat_messages(system: str | Sequence[Any] | None, turns: Sequence[Mapping[st
         chat.add_text("system", _texts("system", system))
     for place, turn in enumerate(turns):
         chat.add_turn(f"messages.{place}", turn)
-    if chat.messages[-1].get("tool_calls"):
+    messages = chat.messages()
+    if not messages:
+        raise invalid("messages", "have no text and no tool that the model could read")
+    if messages[-1].get("tool_calls"):
         raise invalid(
             f"messages.{len(turns) - 1}.content", "has calls: a turn with their tool_result blocks must follow"
         )
-    return chat.messages
+    return messages
 
 
 class _Chat:
-    """Messages as they are put together."""
+    """Messages as they are put together; a content is a list of its texts until the end, since each text that is added
+    to a long one would copy it.
+    """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._functions: dict[str, str] = {}  # by the id of a call
+
+    def messages(self) -> list[dict[str, Any]]:
+        """All of them, each with its text."""
+        return [{**message, "content": "\n".join(message["content"])} for message in self._messages]
 
     def add_turn(self, param: str, turn: Mapping[str, Any]) -> None:
         role, content = turn.get("role"), turn.get("content")
@@ -269,14 +278,16 @@ class _Chat:
             self._add_block(f"{param}.content.{place}", role, block)
 
     def add_text(self, role: str, text: str) -> None:
-        message = self._message_of(role)
-        message["content"] = f"{message['content']}\n{text}" if message["content"] else text
+        texts = self._message_of(role)["content"]
+        if texts == [""]:  # an empty text is no line of its own
+            texts.clear()
+        texts.append(text)
 
     def _message_of(self, role: str) -> dict[str, Any]:
         """The last message if it has this role, or a new one."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": ""})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
+        return self._messages[-1]
 
     def _add_block(self, param: str, role: str, block: object) -> None:
         kind = _type(param, block)
@@ -312,7 +323,7 @@ class _Chat:
         if block.get("is_error"):  # chats have no field for it, and a model must not take it for a result
             text = f"Error: {text}"
         name = self._functions[call_id]
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": [text]})
 
 
 def _texts(param: str, content: object) -> str:

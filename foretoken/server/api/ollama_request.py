@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -238,7 +239,7 @@ def _messages(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ApiError: images, calls that are none, or a result of no call.
     """
     made: list[dict[str, Any]] = []
-    waiting: list[tuple[str, str]] = []  # id and function of calls without a result, in their order
+    waiting = _Waiting()
     for place, turn in enumerate(turns):
         param, role = f"messages.{place}", turn.get("role")
         if turn.get("images"):
@@ -246,7 +247,8 @@ def _messages(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         message: dict[str, Any] = {"role": role, "content": turn.get("content") or ""}
         if role == "assistant" and turn.get("tool_calls"):
             calls = _calls(f"{param}.tool_calls", turn["tool_calls"], f"call_{place}")
-            waiting += [(call["id"], call["function"]["name"]) for call in calls]
+            for call in calls:
+                waiting.add(call["id"], call["function"]["name"])
             message["tool_calls"] = calls
         elif role == "tool":
             message["tool_call_id"], message["name"] = _answered(param, turn, waiting)
@@ -273,11 +275,34 @@ def _calls(param: str, calls: object, prefix: str) -> list[dict[str, Any]]:
     return made
 
 
-def _answered(param: str, turn: Mapping[str, Any], waiting: list[tuple[str, str]]) -> tuple[str, str]:
+class _Waiting:
+    """Calls without a result, in their order. Of a chat with many, none is looked at twice."""
+
+    def __init__(self) -> None:
+        self._functions: OrderedDict[str, str] = OrderedDict()  # by the id of a call
+        self._ids: defaultdict[str, deque[str]] = defaultdict(deque)  # by function; answered ones may be left
+
+    def add(self, call_id: str, function: str) -> None:
+        self._functions[call_id] = function
+        self._ids[function].append(call_id)
+
+    def take(self, function: object) -> tuple[str, str] | None:
+        """Id and function of the first call of `function` (None: of any), which then waits no more; None: there is
+        none.
+        """
+        if function is None:
+            return self._functions.popitem(last=False) if self._functions else None
+        ids = self._ids.get(function) if isinstance(function, str) else None
+        while ids:
+            call_id = ids.popleft()
+            if call_id in self._functions:
+                return call_id, self._functions.pop(call_id)
+        return None
+
+
+def _answered(param: str, turn: Mapping[str, Any], waiting: _Waiting) -> tuple[str, str]:
     """The call that a result belongs to: the first of its function, or the first, which then waits no more."""
-    name = turn.get("tool_name") or turn.get("name")
-    found = next((call for call in waiting if name in (None, call[1])), None)
+    found = waiting.take(turn.get("tool_name") or turn.get("name"))
     if found is None:
         raise invalid(f"{param}.tool_name", "must be the function of a call in a message before it")
-    waiting.remove(found)
     return found
