@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
-from foretoken.server.api.body import RequestPart
+from foretoken.server.api.body import ListOf, RequestPart
 from foretoken.server.api.errors import ApiError, invalid, unsupported
 from foretoken.server.api.forms import json_form
 from foretoken.server.api.messages import ends_open
@@ -70,7 +70,7 @@ class MessagesTool(RequestPart):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
+    allowed_callers: ListOf[str] | None = None
     input_examples: list[Any] | None = None
 
 
@@ -115,14 +115,14 @@ class TokenCountRequest(SamplingFields):
         "reasoning_effort": ("output_config.effort",),
     }
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MAX_TURNS)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[ListOf[dict[str, Any]], Field(min_length=1, max_length=_MAX_TURNS)]
+    system: str | ListOf[dict[str, Any]] | None = None
+    tools: Annotated[ListOf[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the earlier name of `output_config.format`
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     service_tier: Annotated[ServiceTier | None, BeforeValidator(_as_tier)] = None
     # without effect
     cache_control: dict[str, Any] | None = None

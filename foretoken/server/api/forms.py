@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from foretoken.errors import InputError
-from foretoken.server.api.body import RequestPart
+from foretoken.server.api.body import ClosedPart, ListOf, RequestPart
 from foretoken.server.api.errors import invalid
 from foretoken.text.schema_numbers import check_numbers
 
@@ -42,16 +42,14 @@ class ResponseFormat(RequestPart):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # of a json_object: llama.cpp's
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(ClosedPart):
     """`structured_outputs`: exactly one of its fields. `grammar` is in Lark syntax."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
     regex: Annotated[str, StringConstraints(min_length=1)] | None = None
     choice: (
-        Annotated[list[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+        Annotated[ListOf[Annotated[str, StringConstraints(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
         | None
     ) = None
     grammar: Annotated[str, StringConstraints(min_length=1)] | None = None

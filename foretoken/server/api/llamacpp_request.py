@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from foretoken.server.api.body import RequestPart
+from foretoken.server.api.body import ListOf, RequestPart
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import unsupported
 from foretoken.server.api.schemas import (
@@ -78,7 +78,7 @@ class LlamaFields(SamplingFields):
     n_probs: Whole | None = None
     logit_bias: LlamaBias = None  # type: ignore[assignment]
     return_tokens: bool = False
-    response_fields: list[str] | None = None
+    response_fields: ListOf[str] | None = None
     timings_per_token: bool = False
     # without effect: prompts are cached in any case and by all requests, and there are no slots to choose
     cache_prompt: Any = None
@@ -116,7 +116,7 @@ class InfillRequest(LlamaFields):
     prompt: str = ""
     input_prefix: str
     input_suffix: str
-    input_extra: list[ExtraFile] = Field(default_factory=list)
+    input_extra: ListOf[ExtraFile] = Field(default_factory=list)
 
 
 class PiecesRequest(RequestPart):

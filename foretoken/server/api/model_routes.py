@@ -13,7 +13,7 @@ from pydantic import Field
 from foretoken import __version__
 from foretoken.backend.call import ModelInfo, TextToEncode
 from foretoken.config import known_drafters
-from foretoken.server.api.body import JsonRoute, RequestPart
+from foretoken.server.api.body import JsonRoute, ListOf, RequestPart
 from foretoken.server.api.call import check_model, check_token_ids
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.errors import (
@@ -118,7 +118,7 @@ class TokenizeRequest(RequestPart):
 
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[ListOf[dict[str, Any]], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from foretoken.server.api.body import RequestPart
+from foretoken.server.api.body import ListOf, RequestPart
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import ResponseFormat, json_form
 from foretoken.server.api.messages import ends_open
@@ -111,7 +111,7 @@ class OllamaFields(SamplingFields):
 class OllamaChat(OllamaFields):
     """The body of `/api/chat`."""
 
-    messages: list[dict[str, Any]] = Field(default_factory=list)
+    messages: ListOf[dict[str, Any]] = Field(default_factory=list)
     tools: ToolList | None = None
 
     @property

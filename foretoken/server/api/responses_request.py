@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from foretoken.server.api.body import RequestPart
+from foretoken.server.api.body import ListOf, RequestPart
 from foretoken.server.api.errors import UNION_MARK, invalid, unsupported
 from foretoken.server.api.forms import ResponseFormat, json_form
 from foretoken.server.api.messages import checked_role
@@ -85,7 +85,7 @@ class AllowedResponsesTools(RequestPart):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[ListOf[NamedResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponseTextFormat(RequestPart):
@@ -127,12 +127,12 @@ class ResponsesRequest(SamplingFields):
     input: Items
     instructions: str | None = None
     max_output_tokens: TokenLimit | None = None
-    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[ListOf[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponsesTool | AllowedResponsesTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     top_logprobs: Whole | None = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: ShortText | None = None

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from foretoken.params import PRIORITIES, TEMPERATURES
+from foretoken.server.api.body import ClosedPart, ListOf
 from foretoken.server.api.forms import ResponseFormat, StructuredOutputs
 from foretoken.server.api.tools import ToolChoice, ToolList
 
@@ -134,8 +135,8 @@ Prompts = Annotated[
     BeforeValidator(_as_prompt),
     WithJsonSchema({"anyOf": [*_TEXT_OR_IDS["anyOf"], {"type": "array", "items": _TEXT_OR_IDS, "minItems": 1}]}),
 ]
-Stop = Annotated[str | list[str] | None, BeforeValidator(_as_stop)]
-Items = Annotated[str | Annotated[list[dict[str, Any]], Field(min_length=1)], BeforeValidator(_as_items)]
+Stop = Annotated[str | ListOf[str] | None, BeforeValidator(_as_stop)]
+Items = Annotated[str | Annotated[ListOf[dict[str, Any]], Field(min_length=1)], BeforeValidator(_as_items)]
 Prediction = Annotated[str | None, BeforeValidator(_as_prediction), WithJsonSchema(_PREDICTION_SCHEMA)]
 LogitBias = Annotated[
     dict[int, float] | None,
@@ -164,20 +165,18 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class SpecFields(BaseModel):
+class SpecFields(ClosedPart):
     """Speculation for one request; an unknown field is an error here."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     drafter: ShortText | None = None
     num_draft: NumDraft | Literal["auto"] | None = None
     rule: ShortText | None = None
     exact: bool | None = None
 
 
-class OwnFields(BaseModel):
+class OwnFields(ClosedPart):
     """What this server adds to a request; an unknown field is an error here."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     trace: bool = False
     metrics: Literal["none", "summary", "detailed"] | None = None
     slice: Annotated[str, Field(max_length=64)] | None = None
@@ -216,8 +215,8 @@ class SamplingFields(BaseModel):
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] | None = None
-    bad_words: list[str] | None = None
-    stop_token_ids: list[Whole] | None = None
+    bad_words: ListOf[str] | None = None
+    stop_token_ids: ListOf[Whole] | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_NAME_CHARS)] | None = None
@@ -246,7 +245,7 @@ class ChatRequest(SamplingFields):
 
     own_names: ClassVar[OwnNames] = {"max_tokens": ("max_tokens", "max_completion_tokens")}
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[ListOf[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     max_completion_tokens: TokenLimit | None = None
@@ -255,13 +254,13 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     tools: ToolList | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    modalities: list[str] | None = None
+    modalities: ListOf[str] | None = None
     audio: dict[str, Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: ListOf[dict[str, Any]] | None = None
     function_call: ShortText | dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
 

@@ -11,7 +11,7 @@ import msgspec
 from pydantic import Field, StringConstraints
 from pydantic_core import from_json
 
-from foretoken.server.api.body import RequestPart
+from foretoken.server.api.body import ListOf, RequestPart
 from foretoken.server.api.errors import invalid, unsupported
 from foretoken.server.api.forms import check_size, json_rule, lark_text
 from foretoken.server.api.tool_reader import CLOSE_TAG, OPEN_TAG, ToolStyle
@@ -55,7 +55,7 @@ class AllowedTools(RequestPart):
     """Those of the tools that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[ListOf[NamedToolChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(RequestPart):
@@ -65,7 +65,7 @@ class AllowedToolsChoice(RequestPart):
     allowed_tools: AllowedTools
 
 
-ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolList = Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
 
 
