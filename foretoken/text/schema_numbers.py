@@ -6,7 +6,7 @@ in an `enum` would be written as another one.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -78,7 +78,7 @@ def _is_bound(number: int | float, is_low: bool) -> bool:
     """Whether no number beyond this bound is written; those below and above all whole numbers of 64 bits bound none."""
     if isinstance(number, float) and not number.is_integer():
         return True  # off by a rounding at most, as the bound itself is
-    whole = int(number) if math.isfinite(number) else 0
+    whole = int(number)
     if abs(whole) >= _WHOLE - 1:
-        return (whole < 0) == is_low
+        return (whole < 0) == is_low and abs(whole) <= sys.float_info.max
     return int(float(whole)) == whole
