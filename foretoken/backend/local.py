@@ -155,8 +155,10 @@ class LocalBackend:
     async def open(self, call: Call) -> LocalGeneration:
         """See `Backend.open`."""
         arrived_s = time.perf_counter()
-        prompt_ids, prediction = await self.engine.in_thread(lambda: (self._encode_all(call), self._predicted(call)))
         params = call.params
+        prompt_ids, prediction = await self.engine.in_thread(
+            lambda: (self._encode_all(call), self._predicted(call)), params.tenant
+        )
         if params.prediction is not None and prediction:
             params = replace(params, prediction=prediction)
         with self._rounds.opening() if call.trace else contextlib.nullcontext() as opened:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -32,6 +32,7 @@ from foretoken.core import StepOutput
 from foretoken.engine.admission import UNQUEUED, check_types
 from foretoken.engine.driver import Driver
 from foretoken.engine.llm import LLM
+from foretoken.engine.preparing import PreparingThreads
 from foretoken.engine.prompts import Conversation, Prompt, as_prompt, as_prompts
 from foretoken.engine.recovery import engine_error
 from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, answer_of
@@ -77,7 +78,7 @@ class AsyncEngine(Uncopied):
         self.turn_began_s: float | None = None  # on `time.perf_counter`; None while the thread waits: for watchdogs
         self._cause: BaseException | None = None  # why the thread ended, where nobody closed
         self._process = os.getpid()
-        self._preparing = ThreadPoolExecutor(_NUM_PREPARING, thread_name_prefix="foretoken-prepare")
+        self._preparing = PreparingThreads(_NUM_PREPARING)
         # New threads begin with the number of torch's threads that was set last, which a step of another engine may
         # have lowered for as long as it runs: the threads of this one begin with the caller's.
         num_threads = torch.get_num_threads()
@@ -136,15 +137,15 @@ class AsyncEngine(Uncopied):
         _, params, spec = self._checked([], params, spec)
         return await self._submit_all(texts, params, spec, arrived_s)
 
-    async def in_thread(self, call: Callable[[], _Result]) -> _Result:
-        """What `call` returns, run in one of the threads that prepare requests: tokenising, chat templates.
+    async def in_thread(self, call: Callable[[], _Result], tenant: str = "") -> _Result:
+        """What `call` returns, run in one of the threads that prepare requests of a tenant: tokenising, chat templates.
 
         Raises:
             InputError, EngineError: this was closed, or has broken down.
         """
         self.check_process()
         self._check_open()
-        return await self._in_thread(self._preparing, call)
+        return await self._in_thread(partial(self._preparing.submit, tenant), call)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
@@ -198,8 +199,8 @@ class AsyncEngine(Uncopied):
             self._wake.notify()
         if os.getpid() != self._process:
             return
-        for pool in (self._preparing, self._loading):  # what is being prepared is refused when it wants to be queued
-            pool.shutdown(wait=False)
+        self._preparing.shutdown()  # what is being prepared is refused when it wants to be queued
+        self._loading.shutdown(wait=False)
         if threading.current_thread() is not self._thread:
             self._thread.join()
             if self._owns_llm:
@@ -280,16 +281,18 @@ class AsyncEngine(Uncopied):
         with self._place(params.n * len(prompts)):
             used = spec.for_request(params.prediction)
             if not self.llm.has_drafters(used):
-                await self._in_thread(self._loading, lambda: self.llm.prepare(used))
+                await self._in_thread(self._loading.submit, lambda: self.llm.prepare(used))
 
             def prepare() -> list[PreparedRequest]:
                 return [one for prompt in prompts for one in self.llm.prepare_requests(prompt, params, spec, arrived_s)]
 
-            return self._enqueue(await self._in_thread(self._preparing, prepare))
+            return self._enqueue(await self._in_thread(partial(self._preparing.submit, params.tenant), prepare))
 
-    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> _Result:
+    async def _in_thread(
+        self, submit: Callable[[Callable[[], _Result]], Future[_Result]], call: Callable[[], _Result]
+    ) -> _Result:
         try:
-            future = pool.submit(call)
+            future = submit(call)
         except RuntimeError:  # closed just now
             self._check_open()
             raise
