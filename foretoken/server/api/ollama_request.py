@@ -239,7 +239,7 @@ def _messages(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ApiError: images, calls that are none, or a result of no call.
     """
     made: list[dict[str, Any]] = []
-    waiting = _Waiting()
+    waiting = _OpenCalls()
     for place, turn in enumerate(turns):
         param, role = f"messages.{place}", turn.get("role")
         if turn.get("images"):
@@ -275,7 +275,7 @@ def _calls(param: str, calls: object, prefix: str) -> list[dict[str, Any]]:
     return made
 
 
-class _Waiting:
+class _OpenCalls:
     """Calls without a result, in their order. Of a chat with many, none is looked at twice."""
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class _Waiting:
         return None
 
 
-def _answered(param: str, turn: Mapping[str, Any], waiting: _Waiting) -> tuple[str, str]:
+def _answered(param: str, turn: Mapping[str, Any], waiting: _OpenCalls) -> tuple[str, str]:
     """The call that a result belongs to: the first of its function, or the first, which then waits no more."""
     found = waiting.take(turn.get("tool_name") or turn.get("name"))
     if found is None:
