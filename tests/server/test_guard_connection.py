@@ -339,6 +339,26 @@ def test_h2_a_body_in_chunks_may_come_in_any_pieces() -> None:
     served(GuardConfig(), play)
 
 
+def test_a_body_of_tiny_chunks_is_refused() -> None:
+    """Three clients that sent a byte in each chunk held up all others for 20 s, with a key or without."""
+
+    async def play(running: Running) -> None:
+        answer = await running.talk(POST + CHUNKED + b"1\r\na\r\n" * 5000)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+        for chunk, count in ((b"1\r\na\r\n", 1000), (b"20\r\n" + b"a" * 32 + b"\r\n", 5000)):
+            body = chunk * count + b"0\r\n\r\n"
+            answer = await running.talk(POST + b"Connection: close\r\n" + CHUNKED + body)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+        reader, writer = await running.connect()
+        for _ in range(3):  # each request of a connection is counted by itself
+            writer.write(POST + CHUNKED + b"1\r\na\r\n" * 1000 + b"0\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            assert await reader.readexactly(4) == b"1000"
+        writer.close()
+
+    served(GuardConfig(), play)
+
+
 def test_pieces_of_an_answer_leave_at_once() -> None:
     """Without TCP_NODELAY the second small write of an answer waits 40 ms for the client's acknowledgement."""
     found: list[int] = []
