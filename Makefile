@@ -117,7 +117,7 @@ browser: $(VENV)/.ready
 
 # The server's page in that browser.
 page: browser
-	$(BIN)/pytest -q tests/server/test_page_browser.py
+	$(BIN)/pytest -q tests/server/test_page_browser.py tests/server/test_page_browser_chat.py
 
 # The wheels of a release, in dist/: for any platform, and with compiled kernels for Linux on x86-64.
 wheel: $(VENV)/.ready

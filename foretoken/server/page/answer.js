@@ -190,7 +190,7 @@ export class Turn {
   }
 
   get answer() {
-    return this.panes.at(-1).text;
+    return (this.panes.findLast(({ text }) => text) || { text: "" }).text;
   }
 
   // Runs all answers; `bodyOf` gives the request of a mode.
@@ -225,11 +225,15 @@ export class Turn {
     }
   }
 
+  // The speed of a single token would be that of its prompt, which the second answer finds in the cache.
   compare(together) {
     const [plain, speculative] = this.panes;
-    const ratio = plain.pane.rate > 0 ? speculative.pane.rate / plain.pane.rate : 0;
     const same = plain.text === speculative.text ? "The two texts are the same." : "The two texts differ.";
-    const speed = element("b", {}, `${ratio.toFixed(2)}x`);
+    if (this.panes.some(({ pane }) => pane.counts.tokens === 1 || !pane.rate)) {
+      this.verdict.replaceChildren("The answers are too short to compare their speeds. ", same);
+      return;
+    }
+    const speed = element("b", {}, `${(speculative.pane.rate / plain.pane.rate).toFixed(2)}x`);
     const shared = together ? " Both ran in one batch, so each slowed the other down." : "";
     this.verdict.replaceChildren("Speculative ran at ", speed, ` the speed of plain. ${same}${shared}`);
   }

@@ -19,9 +19,9 @@ const EXAMPLES = [
 ];
 const THEMES = ["system", "light", "dark"];
 const form = new RequestForm(find("fields"));
-const state = { model: "", groups: {}, messages: [], running: null, refused: null };
+const state = { model: "", offered: "", groups: {}, messages: [], running: null, refused: null };
 
-// The numbers of the server; a key that was refused is not tried again.
+// The numbers of the server; a key that was refused is not tried again until a message is sent.
 async function readStats() {
   if (state.refused === form.key) throw new ServerError("The server requires an API key", 401);
   try {
@@ -35,13 +35,14 @@ async function readStats() {
   }
 }
 
-// Reads the model and what it offers; the board calls it with every reading, the form is filled when the model changes.
+// Reads the model and what it offers; the board calls it with every reading. The form is filled anew when they change, as
+// they may when the server is started again.
 async function stats() {
   const now = await readStats();
   const name = now.model ? now.model.name : "";
-  if (name && name !== state.model) {
-    state.model = name;
-    state.groups = now.groups;
+  const offered = JSON.stringify([now.model, now.drafters, now.rules]);
+  if (name && offered !== state.offered) {
+    [state.model, state.offered, state.groups] = [name, offered, now.groups];
     form.offer(now);
     show();
   }
@@ -58,7 +59,8 @@ function show() {
 
 function fail(error) {
   if (error.name === "AbortError") return;
-  find("error").textContent = error.message;
+  const isFull = error.code === "context_length_exceeded" && state.messages.length;
+  find("error").textContent = isFull ? `${error.message}. Clear begins a new conversation.` : error.message;
   find("error").hidden = false;
   const field = form.blame(error.status === 401 ? "key" : error.param || "");
   if (field) {
@@ -71,26 +73,44 @@ async function send() {
   const prompt = find("prompt");
   const text = prompt.value;
   if (state.running || !text) return;
-  const mode = document.querySelector("input[name=mode]:checked").value;
-  const turn = new Turn(text, mode === "both" ? ["plain", "speculative"] : [mode], state.groups);
-  const messages = [...state.messages, { role: "user", content: text }];
-  find("turns").append(turn.root);
   find("error").hidden = true;
-  state.running = new AbortController();
+  const running = (state.running = new AbortController());
   busy(true);
-  if (form.isChat) prompt.value = "";
-  turn.root.scrollIntoView({ block: "start" });
+  state.refused = null; // a key is tried again with every message: another server may be there
   try {
-    const options = { key: form.key, signal: state.running.signal, together: form.together };
-    const path = form.isChat ? "/v1/chat/completions" : "/v1/completions";
-    await turn.run((one) => form.body(one, state.model, text, messages), path, options);
-    if (form.isChat) state.messages = [...messages, { role: "assistant", content: turn.answer }];
+    const problem = form.problem();
+    if (problem) throw problem;
+    if (!state.model) await stats(); // a key that was entered just now
+    await converse(text, prompt, running.signal);
   } catch (error) {
     fail(error);
   } finally {
     state.running = null;
     busy(false);
   }
+}
+
+// A turn of the conversation. What was said until Stop stays in it; a message that got no answer goes back to its field.
+async function converse(text, prompt, signal) {
+  const mode = document.querySelector("input[name=mode]:checked").value;
+  const turn = new Turn(text, mode === "both" ? ["plain", "speculative"] : [mode], state.groups);
+  const { isChat, key, together } = form;
+  const messages = [...state.messages, { role: "user", content: text }];
+  const path = isChat ? "/v1/chat/completions" : "/v1/completions";
+  find("turns").append(turn.root);
+  if (isChat) prompt.value = "";
+  turn.root.scrollIntoView({ block: "start" });
+  let failure = null;
+  try {
+    await turn.run((one) => form.body(one, state.model, text, messages), path, { key, signal, together });
+  } catch (error) {
+    failure = error;
+  }
+  if (isChat && turn.root.isConnected) {
+    if (!failure || (failure.name === "AbortError" && turn.answer)) state.messages = [...messages, { role: "assistant", content: turn.answer }];
+    else prompt.value = prompt.value || text;
+  }
+  if (failure) throw failure;
 }
 
 function busy(isBusy) {

@@ -1,12 +1,24 @@
 // The request that the form describes. The key is kept for this tab alone, the other fields are not kept.
 
+import { ServerError } from "./stream.js";
+
 const KEY = "foretoken.key";
 const NUMBERS = ["max_tokens", "temperature", "top_p", "seed"];
+
+// What `use` finds in the tab's storage; null where the browser allows no page to keep anything.
+function kept(use) {
+  try {
+    return use(sessionStorage);
+  } catch {
+    return null;
+  }
+}
 
 export class RequestForm {
   constructor(form) {
     this.form = form;
-    this.field("key").value = sessionStorage.getItem(KEY) || "";
+    this.hasChat = null; // not known yet
+    this.field("key").value = kept((storage) => storage.getItem(KEY)) || "";
     this.field("key").addEventListener("change", () => this.keep());
     form.addEventListener("input", (event) => event.target.removeAttribute("aria-invalid"));
     form.addEventListener("submit", (event) => event.preventDefault());
@@ -17,8 +29,7 @@ export class RequestForm {
   }
 
   keep() {
-    if (this.key) sessionStorage.setItem(KEY, this.key);
-    else sessionStorage.removeItem(KEY);
+    kept((storage) => (this.key ? storage.setItem(KEY, this.key) : storage.removeItem(KEY)));
   }
 
   get key() {
@@ -38,9 +49,23 @@ export class RequestForm {
     fill(this.field("drafter"), known.drafters);
     fill(this.field("rule"), known.rules);
     const chat = this.field("format").querySelector("[value=chat]");
-    chat.disabled = !known.model.has_chat_template;
+    if (known.model.has_chat_template === this.hasChat) return;
+    this.hasChat = known.model.has_chat_template;
+    chat.disabled = !this.hasChat;
     chat.textContent = chat.disabled ? "chat (the model has no template)" : "chat";
     this.field("format").value = chat.disabled ? "completion" : "chat";
+  }
+
+  // The first field whose text is no value, as an error; null if there is none. Such a field reads as if it were empty,
+  // and a seed that JavaScript has no number for would be sent as another one.
+  problem() {
+    for (const { name, validity, value } of this.form.elements) {
+      if (validity.badInput) return new ServerError(`${name}: this is no number`, 0, name);
+      if (validity.patternMismatch) return new ServerError(`${name}: enter a whole number, or auto`, 0, name);
+      if (name === "seed" && Number(value) > Number.MAX_SAFE_INTEGER)
+        return new ServerError(`seed: this page sends seeds up to ${Number.MAX_SAFE_INTEGER}`, 0, name);
+    }
+    return null;
   }
 
   // The body of a request; `mode` is plain or speculative.
@@ -68,12 +93,11 @@ export class RequestForm {
     return spec;
   }
 
-  // Marks the field that an error names, and says whether there is one.
+  // Marks the field that an error names, and returns it if there is one.
   blame(param) {
-    const name = param.split(".").at(-1);
-    const field = name ? this.field(name) : null;
-    if (!(field instanceof HTMLElement)) return null;
-    field.setAttribute("aria-invalid", "true");
+    const fields = param.split(".").map((name) => this.field(name));
+    const field = fields.findLast((one) => one instanceof HTMLElement);
+    if (field) field.setAttribute("aria-invalid", "true");
     return field;
   }
 }

@@ -1,10 +1,11 @@
 // Requests to the server: JSON, server-sent events, and errors in words.
 
 export class ServerError extends Error {
-  constructor(message, status = 0, param = "") {
+  constructor(message, status = 0, param = "", code = "") {
     super(message);
     this.status = status;
     this.param = param;
+    this.code = code;
   }
 }
 
@@ -24,10 +25,11 @@ export function errorOf(status, body) {
   const error = body && typeof body === "object" && body.error ? body.error : {};
   const meaning = MEANING[status] || (status ? `The server answered with status ${status}` : "The request failed");
   const said = typeof error.message === "string" && error.message ? `: ${error.message}` : "";
-  return new ServerError(`${meaning}${said}`, status, typeof error.param === "string" ? error.param : "");
+  return new ServerError(`${meaning}${said}`, status, typeof error.param === "string" ? error.param : "", error.code);
 }
 
 export async function request(path, { key = "", body, signal } = {}) {
+  if (/[^!-~]/.test(key)) throw new ServerError("No server takes this API key: keys are ASCII without spaces", 401, "key");
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;
