@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _HELP = "/help lists the commands, /exit ends; Ctrl-C stops an answer."
 _AGAIN = "Ctrl-C again ends, /exit does so too."
+_NO_TEXT = "error: what was typed is not UTF-8 text: type it again"
+_PROMPT = "> "
 _FULL = "/reset begins a new conversation."
 _NO_TEMPLATE = "{} has no chat template: it continues your text, line by line."
 
@@ -146,22 +148,41 @@ def _typed_lines() -> Iterator[str]:
     with suppress(ImportError):  # Windows has none
         # Without it `input` gets what the terminal keeps of a line: on Linux its first 4095 bytes, on macOS 1024.
         import readline  # noqa: F401
-    was_stopped = False
+    screen, errors, was_stopped = Console(), Console(stderr=True), False
+    if not screen.is_terminal:  # its reader gets the answers alone
+        screen = errors
     while True:
         try:
-            line = input("> ")
+            line = _typed_line(screen)
         except EOFError:
-            Console().line()
+            screen.line()
             return
         except KeyboardInterrupt as stop:
-            Console().line()
+            screen.line()
             if was_stopped or isinstance(stop, Terminated):
                 raise
             was_stopped = True
-            Console(stderr=True).line(_AGAIN, style="dim")
+            errors.line(_AGAIN, style="dim")
             continue
         was_stopped = False
-        yield line
+        if line is None:
+            errors.line(_NO_TEXT, style="red")
+        else:
+            yield line
+
+
+def _typed_line(screen: Console) -> str | None:
+    """The next line, after a prompt; None if its bytes are not text."""
+    try:
+        if sys.stdout.isatty():
+            line = input(_PROMPT)
+        else:  # `input` would write the prompt to standard output
+            screen.exact(_PROMPT)
+            line = input()
+        line.encode()  # some locales let any bytes pass
+    except UnicodeError:
+        return None
+    return line
 
 
 def _piped_lines() -> Iterator[str]:

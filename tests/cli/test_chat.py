@@ -231,7 +231,7 @@ def test_a_terminal_goes_on_after_ctrl_c_and_errors(
 
     pipe(monkeypatch, b"")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
+    monkeypatch.setattr("builtins.input", lambda _prompt="": next(lines))
     monkeypatch.setattr(LLM, "chat", stopped)
     done = foretoken("chat", "-t", target, "--max-tokens", 4)
     assert done.code == 0, done.err
@@ -275,7 +275,7 @@ def test_a_chat_without_a_tokenizer_says_what_to_do(foretoken: Run, pair: Simple
 def terminal(monkeypatch: pytest.MonkeyPatch, typed: Iterator[Any]) -> None:
     """Standard input is a terminal at which these lines are typed; an exception is a key that raises it."""
 
-    def read(_prompt: str) -> str:
+    def read(_prompt: str = "") -> str:
         line = next(typed, EOFError)
         if isinstance(line, str):
             return line
@@ -310,7 +310,7 @@ def test_commands_on_a_terminal(foretoken: Run, target: Path, monkeypatch: pytes
     for words in (
         "/set NAME VALUE: change",
         "colours: on",
-        "seed none\na new conversation\n",
+        "seed none\n> a new conversation\n",
         "temperature 0.5\n",
         "seed 7\n",
         "2 answers, 9 tokens",
@@ -344,6 +344,29 @@ def test_ctrl_c_at_the_prompt_ends_the_second_time(
     done = foretoken("chat", "-t", target, "--max-tokens", 2)
     assert done.code == 130
     assert done.err.count(chat._AGAIN) == 2
+
+
+def test_typed_bytes_that_are_no_text_do_not_end_the_conversation(
+    foretoken: Run, target: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a terminal with another encoding, or half of a character that was deleted; in some locales they pass."""
+    terminal(
+        monkeypatch, iter(["ab", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "a\udcff", "cd"])
+    )
+    done = foretoken("chat", "-t", target, "--max-tokens", 8)
+    assert done.code == 0, done.err
+    assert done.err.count(chat._NO_TEXT) == 2
+    assert done.lines == conversation(llm, ["ab", "cd"], [])
+
+
+def test_what_is_typed_may_have_its_answers_in_a_file(
+    foretoken: Run, target: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`foretoken chat > answers`: prompts and the lines that end them are for the terminal."""
+    terminal(monkeypatch, iter(["ab", KeyboardInterrupt, "cd"]))
+    done = foretoken("chat", "-t", target, "--max-tokens", 8)
+    assert done.out == "".join(f"{text}\n" for text in conversation(llm, ["ab", "cd"], []))
+    assert done.err.count(chat._PROMPT) == 4
 
 
 def test_what_ctrl_c_found_half_written_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
