@@ -80,9 +80,14 @@ def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:
     if engine.name not in _RUNS[method]:
         takes = f"it takes {', '.join(known)}" if known else "it takes no trained head"
         return f"{NAMES[engine.name]} does not run {method} heads ({takes})"
+    return version_reason(engine) or _REASONS[config.kind](config, engine)
+
+
+def version_reason(engine: OtherEngine) -> str | None:
+    """Why this version of `engine` is not started here, with a head or without one; None if it is."""
     if engine.name == "vllm" and engine.numbers < _OLDEST_VLLM:
         return "the configuration of vLLM before 0.20 is not written here; give a later --engine-version"
-    return _REASONS[config.kind](config, engine)
+    return None
 
 
 def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from foretoken.errors import ConfigError
-from foretoken.export.engines import NAMES, OtherEngine, target_reason
+from foretoken.export.engines import NAMES, OtherEngine, target_reason, version_reason
 from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig
 from foretoken.heads.formats.layers import are_default_taps, taps_to_outputs
 
@@ -147,8 +147,10 @@ def plain_launch(drafter: str, engine: OtherEngine, target: str, draft: str | No
     """How `engine` starts `target` with one of our drafters that has a counterpart there.
 
     Raises:
-        ConfigError: it has none, or the draft model is not named.
+        ConfigError: it has none, the draft model is not named, or the version is too old.
     """
+    if (reason := version_reason(engine)) is not None:
+        raise ConfigError("to", str(engine), reason)
     method = COUNTERPARTS.get(drafter, {}).get(engine.name)
     if method is None:
         known = ", ".join(plain_drafters(engine.name))

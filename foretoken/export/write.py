@@ -83,7 +83,7 @@ def export_plain(
     """Write the launch files of a drafter without a head.
 
     Raises:
-        ConfigError: the engine has no counterpart, or the draft model is not named.
+        ConfigError: the engine or its version has no counterpart, or the draft model is not named.
         StorageError: `out` is in use or cannot be written.
     """
     launch = plain_launch(drafter, engine, target_name, draft, num_draft)

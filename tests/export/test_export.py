@@ -77,6 +77,8 @@ def test_a_file_is_known_by_its_ending_in_any_case() -> None:
     )
     with pytest.raises(ConfigError, match="not a GGUF file"):
         plain_launch("ngram", engine_of("vllm", None), "m.GGUF", None, 3)
+    with pytest.raises(ConfigError, match=r"to='vLLM 0.9': the configuration of vLLM before 0.20 is not written here"):
+        plain_launch("ngram", engine_of("vllm", "0.9"), "org/target", None, 3)
 
 
 @pytest.mark.parametrize(
