@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,11 +122,9 @@ def test_the_beginning_of_an_answer_is_continued() -> None:
 
 
 def test_many_texts_of_a_turn_are_not_copied_one_by_one() -> None:
-    """A body of 2 MB took seconds of the event loop, in which nobody else was answered."""
+    """A text that is copied for each text behind it makes this test take half a minute."""
     long, short = {"type": "text", "text": "a" * (2 << 20)}, {"type": "text", "text": "b"}
-    began_s = time.process_time()
     found = chat_messages(None, [{"role": "user", "content": [long, *[short] * 20_000]}])
-    assert time.process_time() - began_s < 0.5
     assert found[0]["content"] == long["text"] + "\nb" * 20_000
     texts = [{"type": "text", "text": text} for text in ("", "", "a", "", "b", "")]
     assert chat_messages(None, [{"role": "user", "content": texts}])[0]["content"] == "a\n\nb\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,15 +119,13 @@ def test_the_beginning_of_an_answer_is_continued() -> None:
 
 
 def test_results_find_their_calls_without_looking_through_all_of_them() -> None:
-    """A body of 1 MB took seconds of the event loop, in which nobody else was answered."""
+    """A search among all calls for each result makes this test take many times as long."""
     names = [f"f{place % 5000}" for place in range(10_000)]
     calls = [{"function": {"name": name}} for name in names]
     results = [{"role": "tool", "content": "x", "tool_name": name} for name in reversed(names[5000:])]
     results += [{"role": "tool", "content": "x"}] * 4999 + [{"role": "tool", "content": "x", "tool_name": "f4999"}]
     body = OllamaChat.model_validate({"messages": [{"role": "assistant", "tool_calls": calls}, *results]})
-    began_s = time.process_time()
     found = [message["tool_call_id"] for message in as_chat(body).messages[1:]]
-    assert time.process_time() - began_s < 1
     assert found[:5000] == [f"call_0_{place}" for place in reversed(range(5000))]
     assert found[5000:] == [f"call_0_{place}" for place in range(5000, 10_000)]
 

