@@ -24,9 +24,9 @@ from foretoken.text.tokenizer import load_tokenizer
 
 _DEFAULT_BATCH = 2048
 _TIMING = (
-    "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is llama-bench's at the same "
-    "depth, its first-token time the prompt's pass and one average step; it may run past the token limit by the end of "
-    "a draft, and what it emitted is what counts."
+    "llama.cpp reads its checkpoint anew for every answer (not timed); its plain speed is llama-bench's for as many "
+    "tokens, its first-token time the prompt's pass and one average step; it may run past the token limit by the end "
+    "of a draft, and what it emitted is what counts."
 )
 
 _COLOUR = re.compile(r"\033\[[0-9;]*m")  # lookahead prints accepted tokens in colour, asked or not
@@ -178,16 +178,20 @@ class LlamaRuns:
     threads: int | None
 
     def plain(self, question: Question) -> Answer:
-        """Speed alone: llama-bench decodes tokens of no meaning, whose speed does not depend on the text, with as much
-        text in the cache as the prompt has.
+        """Speed alone: llama-bench reads as many tokens as the prompt has, and decodes as many as are wanted behind
+        them. They have no meaning, and speed does not depend on the text.
 
         Raises:
             ForetokenError: the program failed.
         """
-        sizes = {"-p": 0, "-n": question.max_tokens, "-d": self.count(question.text), "-r": 1}
+        length = max(1, self.count(question.text))
+        return parse_bench(self._bench(0, question.max_tokens, length), self._bench(length, 0, 0))
+
+    def _bench(self, num_prompt: int, num_tokens: int, depth: int) -> str:
+        sizes = {"-p": num_prompt, "-n": num_tokens, "-d": depth, "-r": 1}
         command = [str(self.programs.bench), "-m", str(self.target)]
         command += [str(part) for pair in sizes.items() for part in pair]
-        return parse_bench(run_program([*command, *self._threads("-t"), "-o", "json"])[0])
+        return run_program([*command, *self._threads("-t"), "-o", "json"])[0]
 
     def speculative(self, kind: Kind, question: Question, num_draft: int | None, draft: Path | None = None) -> Answer:
         """Answer greedily with `num_draft` drafted tokens (None: as the program comes) of the GGUF file `draft`, where
@@ -220,18 +224,35 @@ class LlamaRuns:
         return () if self.threads is None else (option, str(self.threads))
 
 
-def parse_bench(output: str) -> Answer:
-    """The answer that `llama-bench -o json` reports.
+def parse_bench(decoding: str, reading: str) -> Answer:
+    """The answer that `llama-bench -o json` reports of decoding, behind a prompt that it reports of reading.
 
     Raises:
-        ForetokenError: no result in the output.
+        ForetokenError: no result in an output.
     """
+    (tokens, seconds), (_, prompt_s) = _bench_result(decoding), _bench_result(reading)
+    return Answer(
+        token_ids=(),
+        text="",
+        num_emitted=tokens,
+        decode_tokens=tokens,
+        decode_s=seconds,
+        ttft_s=prompt_s + seconds / max(1, tokens),
+        e2e_s=prompt_s + seconds,
+        num_steps=tokens,
+        decode_steps=tokens,
+        num_drafted=0,
+        num_accepted=0,
+    )
+
+
+def _bench_result(output: str) -> tuple[int, float]:
+    """Generated tokens and seconds of a test of llama-bench."""
     try:
         result = json.loads(output[output.index("[") :])[0]
-        tokens, seconds = int(result["n_gen"]), float(result["avg_ns"]) / 1e9
+        return int(result["n_gen"]), float(result["avg_ns"]) / 1e9
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ForetokenError(f"llama-bench gave no result: {output[-200:]!r}") from error
-    return Answer((), "", tokens, tokens, seconds, num_steps=tokens, decode_steps=tokens, num_drafted=0, num_accepted=0)
 
 
 def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = False) -> Answer:

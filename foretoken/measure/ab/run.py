@@ -192,7 +192,10 @@ class AbSide:
                     f"{self.side.title} failed {self.num_failed_in_a_row} times in a row: {error}"
                 ) from error
             return Observed(time.perf_counter() - began, 0, error=f"{type(error).__name__}: {error}")
-        e2e_s = time.perf_counter() - began
+        # Not the time of the call: in it a server's counters are read, and llama.cpp's programs read their checkpoint.
+        assert answer.e2e_s is not None, f"{self.side.title} tells no time of an answer"
         self.num_failed_in_a_row = 0
         itl_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens > 0 and answer.decode_s > 0 else None
-        return Observed(e2e_s, answer.num_emitted, answer.ttft_s, itl_s, answer.text, is_counted=answer.is_counted)
+        return Observed(
+            answer.e2e_s, answer.num_emitted, answer.ttft_s, itl_s, answer.text, is_counted=answer.is_counted
+        )

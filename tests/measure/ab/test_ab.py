@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 import foretoken
+from foretoken.backend.answering import Answer, Drafting, Question
 from foretoken.errors import ConfigError, InputError, UnavailableError
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, paired, plan_pairs
 from foretoken.measure.ab.report import ab_report, verdict_line
 from foretoken.measure.ab.rows import metric_rows, order_effect, outcome_of, slice_rows
-from foretoken.measure.ab.run import run_ab
+from foretoken.measure.ab.run import AbSide, run_ab
 from foretoken.measure.html import html_page
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.report import markdown
+from foretoken.measure.sides import OpenSide
 from tests.measure.endpoint import Fake, Reply, serving, tokens
 
 URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2")
@@ -221,6 +223,24 @@ def test_both_are_asked_the_same_with_the_same_seed(tmp_path: Path) -> None:
     assert report.results["sides"]["B"]["drafter"] == "served"
     assert report.results["verdict"] == "go on"  # two blocks
     assert report.results["slices"][0].equal_texts == 1.0
+
+
+class Told:
+    """A backend that says what its answer took, whatever the call takes."""
+
+    name = "told"
+
+    def reset(self) -> None:
+        pass
+
+    def answer(self, _question: Question, _drafting: Drafting) -> Answer:
+        return Answer((), "text", 4, 3, 0.6, ttft_s=0.2, e2e_s=0.8)
+
+
+def test_an_answer_takes_what_its_backend_says_and_not_what_the_call_does() -> None:
+    """The call also reads the counters of a server, or the checkpoint that a program of llama.cpp runs on."""
+    side = AbSide(OpenSide("A", Told(), Drafting(), {}))  # type: ignore[arg-type]
+    assert side.ask(Question("x")) == Observed(0.8, 4, 0.2, pytest.approx(0.2), "text")
 
 
 def test_a_run_goes_on_from_its_file_and_stops_at_a_verdict(tmp_path: Path) -> None:

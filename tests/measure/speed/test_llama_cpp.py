@@ -74,15 +74,18 @@ def test_recorded_speculative_output():
 
 
 def test_recorded_bench_output():
-    answer = parse_bench(BENCH)
+    reading = BENCH.replace('"n_gen": 32', '"n_gen": 0').replace("67811300", "2000000")
+    answer = parse_bench(BENCH, reading)
     assert (answer.decode_tokens, answer.num_steps) == (32, 32)
+    assert answer.e2e_s == pytest.approx(0.0698113)
+    assert answer.ttft_s == pytest.approx(0.002 + 0.0678113 / 32)
     assert answer.decode_tokens / answer.decode_s == pytest.approx(471.9, abs=0.1)
 
 
 @pytest.mark.parametrize("output", ["", "error: unknown argument", "[]", "[{}]", "decoded 3 tokens in 1.0 seconds"])
 def test_output_without_a_result_is_an_error(output):
     with pytest.raises(ForetokenError, match="gave no result"):
-        parse_bench(output)
+        parse_bench(BENCH, output)
     with pytest.raises(ForetokenError, match="gave no result"):
         parse_speculative("x", output, "x")
 
@@ -198,6 +201,7 @@ def test_a_gguf_file_is_given_to_llama_cpp_as_it_is(llama, checkpoints, tmp_path
     assert "--outfile" not in calls
     depth = llama_cpp._token_count(checkpoints[0])(QUESTION.text)
     assert f"'-m', '{target}', '-p', '0', '-n', '12', '-d', '{depth}'" in calls
+    assert f"'-m', '{target}', '-p', '{depth}', '-n', '0', '-d', '0'" in calls
     assert f"'-md', '{draft}'" in calls
 
 
