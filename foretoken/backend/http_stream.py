@@ -117,7 +117,7 @@ class EventReader:
         usage = chunk.get("usage") or {}
         total = usage.get("completion_tokens")
         choices = chunk.get("choices") or ()
-        texts = [text for choice in choices if (text := _text(choice))]
+        texts = [text for choice in choices if (text := text_of(choice, "delta"))]
         if texts:
             count = total - self._num_counted if isinstance(total, int) else 1
             self._num_counted += count
@@ -132,9 +132,10 @@ class EventReader:
             _take_report(part, stream)
 
 
-def _text(choice: Mapping[str, Any]) -> str:
-    delta = choice.get("delta") or {}
-    return str(choice.get("text") or "") or thinking_of(delta) + str(delta.get("content") or "")
+def text_of(choice: Mapping[str, Any], name: str) -> str:
+    """The text of a choice, thinking included; `name` is that of a chat's message: `delta` in a stream."""
+    message = choice.get(name) or {}
+    return str(choice.get("text") or "") or thinking_of(message) + str(message.get("content") or "")
 
 
 def thinking_of(message: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.http_errors import authorities
-from foretoken.backend.http_stream import EventReader, Stream
+from foretoken.backend.http_stream import EventReader, Stream, text_of
 from foretoken.measure.ab.live import (
     LiveOptions,
     LiveRequest,
@@ -38,7 +38,6 @@ _LOOK_S = 1.0
 LEFT = "left"  # the error of a request whose client did not wait for the end
 _log = logging.getLogger("foretoken.server")
 _CONNECT_S = 10.0
-_CHARS_PER_TOKEN = 4  # where an answer does not say how many tokens it has: events of a speculating server hold several
 _MAX_READ_BYTES = 16 << 20  # of a whole answer, to find out how many tokens it has
 # RFC 9110, section 7.6.1: of one connection each; and the length and host, which the client library sets itself.
 _HOP = frozenset(
@@ -201,7 +200,7 @@ class _Note:
         self.error, self.has_begun, self.has_ended = LEFT, False, False
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue(1)  # of the body, None behind the last
         self._began_s = self._first_s = self._ended_s = time.perf_counter()
-        self._num_bytes = 0
+        self._num_bytes = self._num_chars = 0
         self._stream = Stream()
         self._events: EventReader | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -244,25 +243,27 @@ class _Note:
         self.has_ended = True
         self._ended_s = time.perf_counter()
         if self._events is None and not self.error:
-            self._stream.num_tokens = _num_tokens(bytes(self._whole))
+            self._stream.num_tokens, self._num_chars = _counted(bytes(self._whole))
 
     def request(self, turn: LiveTurn) -> LiveRequest:
-        """The note, with the times of an answer that ended."""
-        count = self._stream.num_tokens
-        if not count and self._events is not None:
-            count = -(-sum(map(len, self._events.texts)) // _CHARS_PER_TOKEN)
-        ended_s = self._ended_s - self._began_s
-        return LiveRequest(turn, ended_s, self._first_s - self._began_s, self._num_bytes, count, self.error)
+        """The note, with the times of an answer that ended: the first is that of a text where it is a stream of them,
+        since servers begin it with other events, some before they have one.
+        """
+        first_s = self._stream.pieces[0][0] if self._stream.pieces else self._first_s
+        times_s = self._ended_s - self._began_s, first_s - self._began_s
+        num_chars = self._num_chars if self._events is None else sum(map(len, self._events.texts))
+        return LiveRequest(turn, *times_s, self._num_bytes, self._stream.num_tokens, self.error, num_chars)
 
 
-def _num_tokens(body: bytes) -> int:
-    """The tokens that a whole answer says it has; 0 where it says nothing."""
+def _counted(body: bytes) -> tuple[int, int]:
+    """The tokens that a whole answer says it has, and the characters of one in OpenAI's form; 0 for what is unknown."""
     try:
         found: Any = json.loads(body)
-        usage = found["usage"]
-        return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)
+        usage, choices = found.get("usage") or {}, found.get("choices") or ()
+        num_chars = sum(len(text_of(choice, "message")) for choice in choices)
+        return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0), num_chars
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return 0
+        return 0, 0
 
 
 async def _refuse(send: Send) -> None:

@@ -77,9 +77,33 @@ def test_what_is_noted(turns: Turns) -> None:
         ("GET", "/v1/models", None),
         ("POST", CHAT, {"messages": []}),
     )
-    assert [(one.num_tokens, one.error) for one in turns.seen] == [(2, ""), (2, ""), (5, ""), (0, "400")]
+    assert [(one.num_tokens, one.num_chars, one.error) for one in turns.seen] == [
+        (2, 20, ""),
+        (2, 20, ""),
+        (0, 20, ""),
+        (0, 0, "400"),
+    ]
     assert all(one.e2e_s >= one.ttft_s > 0 for one in turns.seen[:3])
     assert turns.seen[0].num_prompt_bytes == len(json.dumps(HELLO))
+
+
+def test_the_first_text_of_a_stream_is_timed_and_not_its_first_event(serving: Serving) -> None:
+    """A server may name the role, or keep the connection awake, long before it has a text."""
+
+    async def server(_scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        role: Any = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        text: Any = {"choices": [{"index": 0, "delta": {"content": "text"}}]}
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(role)}\n\n".encode(), "more_body": True})
+        await asyncio.sleep(0.3)
+        body = f"data: {json.dumps(text)}\n\ndata: [DONE]\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    host, port = serving(server)
+    turns = Turns({"a": f"http://{host}:{port}"})
+    turns.send(("POST", CHAT, HELLO | {"stream": True}))
+    assert turns.seen[0].ttft_s >= 0.3
 
 
 def test_requests_go_to_whose_turn_it_is(serving: Serving, turns: Turns) -> None:

@@ -5,7 +5,9 @@ cache or a queue would otherwise be measured under each other's load. Two blocks
 order drawn at random. Requests that arrive while a block is new (the wash-out) are not counted: those of the block
 before still run.
 
-A request says its time per token. What it asks varies more than the servers do, so that what its length explains is
+A request says its time per token. Where an answer does not say how many tokens it has, a quarter of the characters
+counts as the tokens of every answer, on both sides: a server that says its tokens would otherwise be compared with one
+whose tokens are guessed. What a request asks varies more than the servers do, so that what its length explains is
 taken out first (CUPED: Deng, Xu, Kohavi and Walker, 2013), with the same coefficients for both servers.
 
 Kept are sums by block and by side, so that memory grows with neither requests nor answers. A block keeps the mean of
@@ -19,7 +21,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,7 @@ from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option
 from foretoken.params import check_number, check_whole
 
+TOKEN_CHARS = 4  # of a token, where nobody counts them
 BIN_WIDTH = 0.01  # relative, of a histogram of times
 _SHORTEST_S, _LONGEST_S = 1e-6, 1e6
 
@@ -51,8 +54,8 @@ class LiveTurn:
 
 @dataclass(frozen=True)
 class LiveRequest:
-    """A request that has ended: its turn, seconds until its last byte and its first, bytes of its body, and the tokens
-    of its answer (0: not known). `error` is "" or why it failed.
+    """A request that has ended: its turn, seconds until its last byte and its first text, bytes of its body, the tokens
+    that its answer says it has (0: it does not) and the characters of it (0: not read). `error` is "" or why it failed.
     """
 
     turn: LiveTurn
@@ -61,11 +64,16 @@ class LiveRequest:
     num_prompt_bytes: int
     num_tokens: int
     error: str = ""
+    num_chars: int = 0
 
     @property
     def is_compared(self) -> bool:
         """Whether its time per token is compared."""
         return self.turn.is_counted and not self.error and self.num_tokens > 0 and self.e2e_s > 0
+
+    def by_characters(self) -> LiveRequest:
+        """The same with a quarter of its characters as its tokens."""
+        return replace(self, num_tokens=-(-self.num_chars // TOKEN_CHARS))
 
 
 @dataclass
@@ -112,8 +120,8 @@ class TimeHistogram:
 
 @dataclass
 class LiveSide:
-    """The requests of one server: how many there were, failed, were compared, came in the wash-out, or did not say how
-    many tokens they have; and the times of those that were compared.
+    """The requests of one server: how many there were, failed, were compared, came in the wash-out, or have an unknown
+    number of tokens; and the times of those that were compared.
     """
 
     num_requests: int = 0
@@ -138,23 +146,48 @@ class LiveSide:
             self.times["itl"].add(request.e2e_s / request.num_tokens)
 
 
-class LiveSums:
-    """What is kept of all requests of a comparison."""
+@dataclass
+class _Kept:
+    """What is kept of all requests by one way to count tokens."""
 
-    def __init__(self) -> None:
-        self.sides = {"a": LiveSide(), "b": LiveSide()}
-        self._blocks: dict[tuple[int, str], LiveBlock] = {}
+    sides: dict[str, LiveSide] = field(default_factory=lambda: {"a": LiveSide(), "b": LiveSide()})
+    blocks: dict[tuple[int, str], LiveBlock] = field(default_factory=dict)
 
     def add(self, request: LiveRequest) -> None:
-        """Take in a request that has ended."""
         turn = request.turn
         self.sides[turn.side].add(request)
         if request.is_compared:
-            self._blocks.setdefault((turn.block, turn.side), LiveBlock(turn.block, turn.side)).add(request)
+            self.blocks.setdefault((turn.block, turn.side), LiveBlock(turn.block, turn.side)).add(request)
+
+
+class LiveSums:
+    """What is kept of all requests of a comparison; `num_guessed` answers would have been compared, had they said how
+    many tokens they have. With one of them characters are counted, on both sides.
+    """
+
+    def __init__(self) -> None:
+        self.num_guessed = 0
+        self._by_tokens, self._by_characters = _Kept(), _Kept()
+
+    @property
+    def sides(self) -> Mapping[str, LiveSide]:
+        """Both servers by their letter."""
+        return self._kept.sides
+
+    def add(self, request: LiveRequest) -> None:
+        """Take in a request that has ended."""
+        guessed = request.by_characters()
+        self._by_tokens.add(request)
+        self._by_characters.add(guessed)
+        self.num_guessed += guessed.is_compared and not request.num_tokens
 
     def blocks(self, before: int | None = None) -> list[LiveBlock]:
         """The blocks with compared requests, in their order; those before the block `before` where that is given."""
-        return [one for (block, _), one in sorted(self._blocks.items()) if before is None or block < before]
+        return [one for (block, _), one in sorted(self._kept.blocks.items()) if before is None or block < before]
+
+    @property
+    def _kept(self) -> _Kept:
+        return self._by_characters if self.num_guessed else self._by_tokens
 
 
 MIN_ERRORS, ERROR_ALPHA = 5, 1e-4  # of B, before traffic goes back to A for them
@@ -294,8 +327,13 @@ def _verdict(outcome: Outcome, ended: str) -> str:
 
 def _caveats(options: LiveOptions, sums: LiveSums) -> tuple[str, ...]:
     found = []
+    if sums.num_guessed:
+        found.append(
+            f"{sums.num_guessed} answers did not say how many tokens they have (stream_options.include_usage): a "
+            "quarter of the characters counts as the tokens of all, on both sides."
+        )
     if unknown := sum(one.num_unknown for one in sums.sides.values()):
-        found.append(f"{unknown} answers did not say how many tokens they have, and are not compared.")
+        found.append(f"{unknown} answers have an unknown number of tokens, and are not compared.")
     if early := sum(one.num_early for one in sums.sides.values()):
         found.append(f"{early} requests arrived in the first {options.washout_s:g} s of a block, and are not compared.")
     found.append("Requests are not the same on both sides: a report of `foretoken ab` on recorded ones decides sooner.")

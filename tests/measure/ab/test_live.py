@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from foretoken.measure.ab.live import (
     TimeHistogram,
     fails_more,
     live_outcome,
+    live_report,
     pair_means,
     turn_at,
 )
@@ -142,6 +144,24 @@ def test_what_is_not_counted() -> None:
             "num_tokens": 9,
         }
         assert pair_means(blocks_of([good, LiveRequest(**values | changes)])) == []
+
+
+def test_tokens_that_one_server_says_are_not_compared_with_guesses_of_the_other() -> None:
+    """Equal servers, whose tokens have two characters: only A says how many there are."""
+    requests = [
+        replace(one, num_tokens=one.num_tokens if one.turn.side == "a" else 0, num_chars=2 * one.num_tokens)
+        for one in traffic(1.0, 300)
+    ]
+    sums = sums_of(requests)
+    found = live_outcome(sums.blocks(), 0.06)
+    assert (found.verdict, sums.sides["a"].num_compared, sums.sides["b"].num_unknown) == ("equivalent", 3600, 0)
+    report = live_report(OPTIONS, sums.blocks(), sums, "", "ab-live")
+    assert report.caveats[0].startswith("3600 answers did not say how many tokens they have")
+
+
+def test_tokens_are_those_that_are_said_where_both_servers_do() -> None:
+    requests = [replace(one, num_chars=7) for one in traffic(1.1)]
+    assert pair_means(blocks_of(requests)) == pair_means(blocks_of(traffic(1.1)))
 
 
 def test_errors_of_b_send_traffic_back() -> None:
