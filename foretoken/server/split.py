@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from foretoken.backend.http_errors import authorities
 from foretoken.backend.http_stream import EventReader, Stream, text_of
+from foretoken.backend.registry import base_of
 from foretoken.measure.ab.live import (
     LiveOptions,
     LiveRequest,
@@ -43,6 +44,7 @@ _MAX_READ_BYTES = 16 << 20  # of a whole answer, to find out how many tokens it 
 _HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host".split()
 )
+_BODY = (b"content-length", b"transfer-encoding")
 _UNPACKED = (b"accept-encoding", b"identity")  # in place of the client's own: packed events could not be read
 _TIMEOUT = httpx2.Timeout(None, connect=_CONNECT_S)  # how long an answer may take is the client's matter
 
@@ -109,13 +111,20 @@ class _Server(uvicorn.Server):
 async def _serve(comparison: Comparison, listener: socket.socket, tell: Callable[[str], None]) -> None:
     options = comparison.options
     splitter = Splitter({"a": options.a, "b": options.b}, comparison.turn, comparison.seen)
-    server = _Server(uvicorn.Config(splitter, lifespan="off", log_config=None, access_log=False))
+    server = _Server(server_config(splitter))
     looking = asyncio.create_task(_look(comparison, tell))
     try:
         await server.serve(sockets=[listener])
     finally:
         looking.cancel()
         await splitter.close()
+
+
+def server_config(splitter: Splitter) -> uvicorn.Config:
+    """How the proxy is served: nothing is added to the headers of an answer."""
+    config = uvicorn.Config(splitter, lifespan="off", log_config=None, access_log=False)
+    config.server_header = config.date_header = False
+    return config
 
 
 async def _look(comparison: Comparison, tell: Callable[[str], None]) -> None:
@@ -132,7 +141,7 @@ class Splitter:
         self, addresses: dict[str, str], turn: Callable[[], LiveTurn], seen: Callable[[LiveRequest], None]
     ) -> None:
         limits = httpx2.Limits(max_connections=None)
-        self._addresses = {side: address.rstrip("/") for side, address in addresses.items()}
+        self._addresses = {side: base_of(address) for side, address in addresses.items()}  # paths are the client's
         is_tls = any(address.startswith("https:") for address in addresses.values())
         self._client = httpx2.AsyncClient(limits=limits, trust_env=False, verify=authorities() if is_tls else True)
         self._turn, self._seen = turn, seen
@@ -171,12 +180,15 @@ class Splitter:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         path = scope.get("raw_path") or scope["path"].encode()
         headers = [pair for pair in scope["headers"] if pair[0].lower() not in (*_HOP, _UNPACKED[0])]
+        has_body = any(
+            name.lower() in _BODY for name, _ in scope["headers"]
+        )  # else the client library would chunk none
         # Not made by the client, which would add headers of its own and the cookies that it kept from other answers.
         request = httpx2.Request(
             scope["method"],
             address + (path + query).decode("ascii"),
             headers=[*headers, _UNPACKED],
-            content=note.body(),
+            content=note.body() if has_body else None,
             extensions={"timeout": _TIMEOUT.as_dict()},
         )
         answer = await self._client.send(request, stream=True)

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from foretoken.backend.call import Begun
 from foretoken.measure.ab.live import LiveOptions, LiveRequest, LiveTurn
 from foretoken.server.api.app import create_app
-from foretoken.server.split import Comparison, Splitter
+from foretoken.server.split import Comparison, Splitter, server_config
 from tests.helpers.fake_backend import FakeBackend, ended, piece
 from tests.helpers.http import JSON, Serving, client_of
 
@@ -106,6 +106,32 @@ def test_the_first_text_of_a_stream_is_timed_and_not_its_first_event(serving: Se
     assert turns.seen[0].ttft_s >= 0.3
 
 
+@pytest.mark.parametrize("prefix", ["", "/", "/v1", "/v1/"])
+def test_the_version_of_the_api_in_an_address_is_not_asked_twice(serving: Serving, prefix: str) -> None:
+    host, port = serving(create_app(FakeBackend()))
+    (found,) = Turns({"a": f"http://{host}:{port}{prefix}"}).send(("GET", "/v1/models", None))
+    assert found.status_code == 200
+
+
+def test_a_request_without_a_body_gets_none(serving: Serving) -> None:
+    asked: list[dict[bytes, bytes]] = []
+
+    async def server(scope: Scope, _receive: Receive, send: Send) -> None:
+        asked.append(dict(scope["headers"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    host, port = serving(server)
+    Turns({"a": f"http://{host}:{port}"}).send(("GET", "/v1/models", None), ("HEAD", "/health", None))
+    assert not {b"transfer-encoding", b"content-length"} & {name for one in asked for name in one}
+
+
+def test_no_header_is_added_to_an_answer() -> None:
+    config = server_config(Splitter({}, lambda: LiveTurn(0, "a", True), lambda _: None))
+    config.load()
+    assert config.encoded_headers == []
+
+
 def test_requests_go_to_whose_turn_it_is(serving: Serving, turns: Turns) -> None:
     backends = {side: FakeBackend() for side in ("a", "b")}
     hosts = {side: serving(create_app(backend)) for side, backend in backends.items()}
@@ -189,7 +215,8 @@ def test_a_client_that_leaves_ends_its_request_at_the_server(serving: Serving, i
                 leaves.set()
 
         splitter = Splitter({"a": f"http://{host}:{port}"}, lambda: LiveTurn(0, "a", True), seen.append)
-        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+        headers = [(b"content-length", b"2")]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": headers}
         async with asyncio.timeout(20):
             await splitter(scope, receive, send)
         assert await asyncio.to_thread(has_heard.wait, 20)
