@@ -358,13 +358,13 @@ def _answer(reader: EventReader) -> Answer:
     """An answer may have no text: its first token ended it."""
     stream = reader.stream
     num_tokens = stream.num_tokens or sum(count for _, count in stream.pieces)
-    first_s, num_first = stream.pieces[0] if stream.pieces else (stream.ended_s, num_tokens)
+    first_s, num_first = stream.counted_pieces()[0] if stream.pieces else (stream.ended_s, num_tokens)
     last_s = stream.pieces[-1][0] if len(stream.pieces) > 1 else stream.ended_s
     return Answer(
         token_ids=tuple(reader.token_ids),
         text="".join(reader.texts),
         num_emitted=num_tokens,
-        decode_tokens=max(0, num_tokens - num_first),
+        decode_tokens=max(0, round(num_tokens - num_first)),
         decode_s=last_s - first_s,
         ttft_s=first_s - stream.sent_s,
         e2e_s=last_s - stream.sent_s,

@@ -55,6 +55,15 @@ class Stream:
     said: str = ""
     is_counted: bool = False
 
+    def counted_pieces(self) -> list[tuple[float, float]]:
+        """The pieces with tokens that add up to those that were counted: where only the end of an answer says how many
+        there were, a piece counted as one, though it may hold several.
+        """
+        total = sum(count for _, count in self.pieces)
+        if not total or not self.num_tokens:
+            return [(at, float(count)) for at, count in self.pieces]
+        return [(at, count * self.num_tokens / total) for at, count in self.pieces]
+
 
 class EventReader:
     """Reads the events of one answer into a `Stream`; `texts` and `token_ids` are what they hold, thinking included."""

@@ -111,7 +111,7 @@ def steady_step_s(streams: Sequence[Stream]) -> float | None:
         return None
     began = max(stream.pieces[0][0] for stream in streams)
     ended = min(stream.pieces[-1][0] for stream in streams)
-    count = sum(number for stream in streams for at, number in stream.pieces if began < at <= ended)
+    count = sum(number for stream in streams for at, number in stream.counted_pieces() if began < at <= ended)
     if ended <= began or count < _MIN_STEPS * len(streams):
         return None
     return (ended - began) * len(streams) / count

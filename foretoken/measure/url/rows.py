@@ -51,7 +51,7 @@ class UrlSample(Stream):
         """Mean time of a token after the first piece; None without one."""
         if len(self.pieces) < 2:
             return None
-        later = self.num_tokens - self.pieces[0][1]
+        later = self.num_tokens - self.counted_pieces()[0][1]
         return (self.pieces[-1][0] - self.pieces[0][0]) / later if later > 0 else None
 
 
@@ -161,13 +161,10 @@ def throughput(samples: Sequence[UrlSample], span_s: float) -> Estimate:
 
 
 def _counted(sample: UrlSample) -> list[tuple[float, float]]:
-    """The pieces of a request, whose tokens add up to those that were counted: a piece counts as one where only the
-    end of an answer says how many there were.
-    """
-    num_pieces = sum(count for _, count in sample.pieces)
-    if not num_pieces:
+    """The pieces of a request, or its end where it has tokens and none of them."""
+    if not any(count for _, count in sample.pieces):
         return [(sample.ended_s, float(sample.num_tokens))] if sample.num_tokens else []
-    return [(at, count * sample.num_tokens / num_pieces) for at, count in sample.pieces]
+    return sample.counted_pieces()
 
 
 def _drafted(done: Sequence[UrlSample], counters: tuple[int, int] | None) -> tuple[int | None, int | None]:

@@ -94,6 +94,9 @@ def test_a_step_is_timed_while_all_answers_come() -> None:
     early, late = stream(*range(9), count=2), stream(*(at + 0.5 for at in range(3, 12)), count=2)
     assert steady_step_s([early, late]) == pytest.approx(4.5 * 2 / (5 * 2 + 4 * 2))
     assert steady_step_s([stream(*range(9))]) == 1.0
+    merged = stream(*range(9), count=1)
+    merged.num_tokens = 36  # four in a piece, by the end of the answer
+    assert steady_step_s([merged]) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,16 @@ def fake() -> Iterator[Fake]:
         yield found
 
 
+@pytest.mark.parametrize(("texts", "decoded"), [(("abcdef",), 0), (("ab", "cd", "ef"), 4)])
+def test_tokens_of_the_first_piece_were_not_decoded_behind_it(fake: Fake, texts: tuple[str, ...], decoded: int) -> None:
+    """Six tokens, counted at the end of the answer alone: a server that speculates sends several at once."""
+    events = [{"choices": [{"index": 0, "text": text}]} for text in texts]
+    usage = {"choices": [], "usage": {"completion_tokens": 6, "prompt_tokens": 7}}
+    fake.answer = lambda _number, _body: Reply((*events, usage))
+    answer = open_backend(BackendOptions(fake.url, "whatever")).answer(ASKED, OWN)
+    assert (answer.num_emitted, answer.decode_tokens) == (6, decoded)
+
+
 def test_a_server_answers_as_it_was_started(fake: Fake) -> None:
     backend = open_backend(BackendOptions(fake.url, "whatever"))
     answer = backend.answer(ASKED, OWN)

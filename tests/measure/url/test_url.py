@@ -369,6 +369,14 @@ def test_times_of_one_request() -> None:
     assert sample(0, (1.0,)).tpot_s is None
 
 
+def test_tokens_that_only_the_end_of_an_answer_counts_are_divided_among_its_pieces() -> None:
+    """Five pieces of four tokens each: sixteen came after the first piece, and not nineteen."""
+    one = sample(0, (1.0, 2.0, 3.0, 4.0, 5.0))
+    one.pieces, one.num_tokens = [(at, 1) for at, _ in one.pieces], 20
+    assert one.counted_pieces() == [(float(at), 4.0) for at in range(1, 6)]
+    assert one.tpot_s == pytest.approx(4 / 16)
+
+
 def test_a_server_that_still_loads_is_not_taken_for_one_that_is_not_there() -> None:
     class Loading(Fake):
         def reply(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
