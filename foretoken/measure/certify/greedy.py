@@ -93,6 +93,17 @@ def parts_at_tie(base: ApiChoice, other: ApiChoice, tolerance: float) -> bool:
     return False
 
 
+def part_at_tie_of(of_a: ApiChoice | None, one: ApiChoice, other: ApiChoice, tolerance: float) -> bool:
+    """Whether two answers of B part where A's, which goes on as one of them does, gives both tokens nearly the same
+    probability. B itself need not tell: llama.cpp reports nothing of accepted draft tokens.
+    """
+    shared = shared_length(one.text, other.text)
+    if of_a is None:
+        return False
+    parted = [x for x in (one, other) if shared_length(of_a.text, x.text) == shared]
+    return any(parts_at_tie(of_a, x, tolerance) for x in parted)
+
+
 def check_greedy(session: CertifySession) -> Iterator[Check]:
     """Temperature 0: the same answers, and the same log-probabilities. Prompts to which A gives another answer the
     second time are left out.

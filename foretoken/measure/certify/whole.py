@@ -9,7 +9,7 @@ from functools import partial
 from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.measure.certify.asking import Asker, CertifySession, attempt, own_rules, streamed
 from foretoken.measure.certify.forms import form_requests
-from foretoken.measure.certify.greedy import first, follows
+from foretoken.measure.certify.greedy import first, follows, part_at_tie_of
 from foretoken.measure.checks import Check
 
 _STOPS = ((0.3, 2), (0.5, 4), (0.7, 3))  # where in an answer, as a share of it, and how many characters
@@ -19,6 +19,7 @@ _LIMITED = "max_tokens is the length"
 _COUNTED = "usage counts the tokens"
 _REASON = "finish_reason says why"
 _STREAMED = "streamed text = whole text"
+_STOPPING = "stop strings"
 
 _RequestsOf = Callable[[CertifySession, Asker], Sequence[ApiRequest]]
 _Problem = Callable[[ApiRequest, Reply, Reply | None], str]  # what is wrong with a reply; the last is A's, or None
@@ -176,7 +177,7 @@ def check_stream(session: CertifySession) -> Iterator[Check]:
     """
     groups: dict[str, _RequestsOf] = {
         "texts": lambda session, _: session.requests(),
-        "stop strings": lambda session, side: [request for _, _, request in _stop_cases(session, side)],
+        _STOPPING: lambda session, side: [request for _, _, request in _stop_cases(session, side)],
         "characters of several bytes": lambda session, _: form_requests(session),
     }
     for where, requests_of in groups.items():
@@ -186,11 +187,18 @@ def check_stream(session: CertifySession) -> Iterator[Check]:
 def _streams(session: CertifySession, where: str, requests_of: _RequestsOf) -> Check:
     problems: list[dict[str, str]] = []
     num_tokens = num_unsteady = 0
+    known: dict[tuple[str, object], ApiChoice] = {}  # A's whole answers, by whose log-probabilities ties are told
     for side in (session.a, session.b):
         requests = requests_of(session, side)
         whole, chunks = session.answers(side, requests), session.answers(side, streamed(requests))
         rows = zip(requests, whole, chunks, strict=True)
-        found = {str(request): _stream_problem(session, one, other) for request, one, other in rows}
+        if side is session.a:
+            known = {id_of(request): reply.choices[0] for request, reply in zip(requests, whole, strict=True)}
+            known |= _whole_of_a(session) if where == _STOPPING else {}
+        found = {
+            str(request): _stream_problem(session, one, other, known.get(id_of(request)))
+            for request, one, other in rows
+        }
         unsteady = _unsteady(session, side, requests, whole) if any(found.values()) else set()
         num_unsteady = sum(bool(found[key]) for key in unsteady)
         problems.append(found | dict.fromkeys(unsteady, ""))
@@ -211,9 +219,16 @@ def _unsteady(session: CertifySession, side: Asker, requests: Sequence[ApiReques
     return {str(request) for request, one, other in rows if one.choices[0].text != other.choices[0].text}
 
 
-def _stream_problem(session: CertifySession, whole: Reply, chunks: Reply) -> str:
-    one, other = whole.choices[0], chunks.choices[0]
-    if follows(one, other, session.options.tolerance) is None:
+def _whole_of_a(session: CertifySession) -> dict[tuple[str, object], ApiChoice]:
+    """A's greedy answers without a stop string."""
+    requests = session.requests()
+    answers = first(session.answers(session.a, requests))
+    return {id_of(request): answer for request, answer in zip(requests, answers, strict=True)}
+
+
+def _stream_problem(session: CertifySession, whole: Reply, chunks: Reply, of_a: ApiChoice | None) -> str:
+    one, other, tolerance = whole.choices[0], chunks.choices[0], session.options.tolerance
+    if follows(one, other, tolerance) is None or part_at_tie_of(of_a, one, other, tolerance):
         return ""
     for name, a, b in (
         ("text", one.text, other.text),
