@@ -7,7 +7,7 @@ before still run.
 
 A request says its time per token. Where an answer does not say how many tokens it has, a quarter of the characters
 counts as the tokens of every answer, on both sides: a server that says its tokens would otherwise be compared with one
-whose tokens are guessed. What a request asks varies more than the servers do, so that what its length explains is
+whose tokens are estimated. What a request asks varies more than the servers do, so that what its length explains is
 taken out first (CUPED: Deng, Xu, Kohavi and Walker, 2013), with the same coefficients for both servers.
 
 Kept are sums by block and by side, so that memory grows with neither requests nor answers. A block keeps the mean of
@@ -161,12 +161,12 @@ class _Kept:
 
 
 class LiveSums:
-    """What is kept of all requests of a comparison; `num_guessed` answers would have been compared, had they said how
+    """What is kept of all requests of a comparison; `num_estimated` answers would have been compared, had they said how
     many tokens they have. With one of them characters are counted, on both sides.
     """
 
     def __init__(self) -> None:
-        self.num_guessed = 0
+        self.num_estimated = 0
         self._by_tokens, self._by_characters = _Kept(), _Kept()
 
     @property
@@ -176,10 +176,10 @@ class LiveSums:
 
     def add(self, request: LiveRequest) -> None:
         """Take in a request that has ended."""
-        guessed = request.by_characters()
+        estimated = request.by_characters()
         self._by_tokens.add(request)
-        self._by_characters.add(guessed)
-        self.num_guessed += guessed.is_compared and not request.num_tokens
+        self._by_characters.add(estimated)
+        self.num_estimated += estimated.is_compared and not request.num_tokens
 
     def blocks(self, before: int | None = None) -> list[LiveBlock]:
         """The blocks with compared requests, in their order; those before the block `before` where that is given."""
@@ -187,7 +187,7 @@ class LiveSums:
 
     @property
     def _kept(self) -> _Kept:
-        return self._by_characters if self.num_guessed else self._by_tokens
+        return self._by_characters if self.num_estimated else self._by_tokens
 
 
 MIN_ERRORS, ERROR_ALPHA = 5, 1e-4  # of B, before traffic goes back to A for them
@@ -327,9 +327,9 @@ def _verdict(outcome: Outcome, ended: str) -> str:
 
 def _caveats(options: LiveOptions, sums: LiveSums) -> tuple[str, ...]:
     found = []
-    if sums.num_guessed:
+    if sums.num_estimated:
         found.append(
-            f"{sums.num_guessed} answers did not say how many tokens they have (stream_options.include_usage): a "
+            f"{sums.num_estimated} answers did not say how many tokens they have (stream_options.include_usage): a "
             "quarter of the characters counts as the tokens of all, on both sides."
         )
     if unknown := sum(one.num_unknown for one in sums.sides.values()):

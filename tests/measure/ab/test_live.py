@@ -146,7 +146,7 @@ def test_what_is_not_counted() -> None:
         assert pair_means(blocks_of([good, LiveRequest(**values | changes)])) == []
 
 
-def test_tokens_that_one_server_says_are_not_compared_with_guesses_of_the_other() -> None:
+def test_tokens_that_one_server_says_are_not_compared_with_estimates_of_the_other() -> None:
     """Equal servers, whose tokens have two characters: only A says how many there are."""
     requests = [
         replace(one, num_tokens=one.num_tokens if one.turn.side == "a" else 0, num_chars=2 * one.num_tokens)
