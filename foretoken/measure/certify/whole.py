@@ -187,16 +187,15 @@ def check_stream(session: CertifySession) -> Iterator[Check]:
 def _streams(session: CertifySession, where: str, requests_of: _RequestsOf) -> Check:
     problems: list[dict[str, str]] = []
     num_tokens = num_unsteady = 0
-    known: dict[tuple[str, object], ApiChoice] = {}  # A's whole answers, by whose log-probabilities ties are told
+    of_a: dict[tuple[str, object], ApiChoice] = {}  # its whole answers, by whose log-probabilities ties are seen
     for side in (session.a, session.b):
         requests = requests_of(session, side)
         whole, chunks = session.answers(side, requests), session.answers(side, streamed(requests))
         rows = zip(requests, whole, chunks, strict=True)
-        if side is session.a:
-            known = {id_of(request): reply.choices[0] for request, reply in zip(requests, whole, strict=True)}
-            known |= _whole_of_a(session) if where == _STOPPING else {}
+        own = _unstopped(session, side) if where == _STOPPING else by_text(requests, whole)
+        of_a = of_a or own
         found = {
-            str(request): _stream_problem(session, one, other, known.get(id_of(request)))
+            str(request): _stream_problem(session, one, other, own.get(id_of(request)), of_a.get(id_of(request)))
             for request, one, other in rows
         }
         unsteady = _unsteady(session, side, requests, whole) if any(found.values()) else set()
@@ -219,17 +218,27 @@ def _unsteady(session: CertifySession, side: Asker, requests: Sequence[ApiReques
     return {str(request) for request, one, other in rows if one.choices[0].text != other.choices[0].text}
 
 
-def _whole_of_a(session: CertifySession) -> dict[tuple[str, object], ApiChoice]:
-    """A's greedy answers without a stop string."""
+def _unstopped(session: CertifySession, side: Asker) -> dict[tuple[str, object], ApiChoice]:
+    """The greedy answers of a side without a stop string."""
     requests = session.requests()
-    answers = first(session.answers(session.a, requests))
-    return {id_of(request): answer for request, answer in zip(requests, answers, strict=True)}
+    return by_text(requests, session.answers(side, requests))
 
 
-def _stream_problem(session: CertifySession, whole: Reply, chunks: Reply, of_a: ApiChoice | None) -> str:
+def by_text(requests: Sequence[ApiRequest], replies: Sequence[Reply]) -> dict[tuple[str, object], ApiChoice]:
+    """The answers by what was asked, fields aside."""
+    return {id_of(request): reply.choices[0] for request, reply in zip(requests, replies, strict=True)}
+
+
+def _stream_problem(
+    session: CertifySession, whole: Reply, chunks: Reply, unstopped: ApiChoice | None, of_a: ApiChoice | None
+) -> str:
+    """What is wrong with a stream: it may part at a near tie from the whole answer, or from what that would be without
+    a stop string that the stream then does not meet.
+    """
     one, other, tolerance = whole.choices[0], chunks.choices[0], session.options.tolerance
-    if follows(one, other, tolerance) is None or part_at_tie_of(of_a, one, other, tolerance):
-        return ""
+    for base in (one, unstopped or one):
+        if follows(base, other, tolerance) is None or part_at_tie_of(of_a, base, other, tolerance):
+            return ""
     for name, a, b in (
         ("text", one.text, other.text),
         ("finish_reason", one.finish_reason, other.finish_reason),

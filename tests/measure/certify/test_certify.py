@@ -24,7 +24,7 @@ from foretoken.measure.certify.greedy import compared, follows, part_at_tie_of
 from foretoken.measure.certify.options import CertifyOptions
 from foretoken.measure.certify.report import certify_report
 from foretoken.measure.certify.run import made_checks
-from foretoken.measure.certify.whole import check_stream
+from foretoken.measure.certify.whole import _stream_problem, check_stream
 from foretoken.measure.checks import Check
 from foretoken.measure.html import html_page
 from foretoken.measure.report import markdown
@@ -349,6 +349,17 @@ def test_a_stream_that_parts_at_a_draft_token_is_judged_by_the_log_probabilities
     assert not part_at_tie_of(answer("x", "y", "v", z=-2.8), whole, stream, 0.25)
     assert not part_at_tie_of(answer("q", "y", "v", x=-0.8, z=-0.8), whole, stream, 0.25), "A went another way before"
     assert not part_at_tie_of(None, whole, stream, 0.25)
+
+
+def test_a_stream_that_misses_its_stop_string_by_a_near_tie_is_not_wrong() -> None:
+    """The whole answer is cut before the place at which the two part."""
+    session = CertifySession(CertifyOptions("http://a:1", "http://b:1"), Asker("A", Dice()), Asker("B", Dice()), ())
+    whole, stream = Reply((replace(answer("x"), finish_reason="stop"),)), Reply((answer("x", "z", "w"),))
+    tie, no_tie = answer("x", "y", "v", z=-0.8), answer("x", "y", "v", z=-2.8)
+    assert _stream_problem(session, whole, stream, tie, None) == ""
+    assert _stream_problem(session, whole, stream, no_tie, no_tie) != ""
+    silent = replace(no_tie, tops=({}, {}, {}))
+    assert _stream_problem(session, whole, stream, silent, tie) == ""
 
 
 class Drafting(Dice):
