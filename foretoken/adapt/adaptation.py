@@ -275,7 +275,8 @@ class _FrozenTarget:
 
     def __init__(self, target: SharesWeights, dtype: torch.dtype) -> None:
         self._target = target
-        self._matrix: Tensor | None = None  # [V, D]; only for heads without an output matrix of their own
+        # [V, D] and [V]; only for heads without an output matrix of their own
+        self._product: tuple[Tensor, Tensor] | None = None
         self._dtype = dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -292,14 +293,19 @@ class _FrozenTarget:
         if not rows.requires_grad:
             return self._target.output_logits(rows)
         cap = self._target.logit_softcap
-        if self._matrix is None:
-            self._matrix = self._product_matrix(rows, cap)
-        logits = F.linear(rows, self._matrix)
+        if self._product is None:
+            self._product = self._matrix_and_bias(rows, cap)
+        logits = F.linear(rows, *self._product)
         return cap * torch.tanh(logits / cap) if cap else logits
 
     @torch.no_grad()
-    def _product_matrix(self, rows: Tensor, cap: float) -> Tensor:
-        """[V, D]: a packed matrix gives its weights only in products, and those may be capped."""
-        identity = torch.eye(rows.shape[-1], dtype=self._dtype, device=rows.device)
-        products = self._target.output_logits(identity).t().contiguous()
-        return cap * torch.atanh(products / cap) if cap else products
+    def _matrix_and_bias(self, rows: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+        """[V, D] and [V]: a packed matrix gives its weights only in products, and those may be capped. A row of zeros
+        gives the bias that some families have (Phi), which stands in every product.
+        """
+        width = rows.shape[-1]
+        probes = torch.cat((torch.eye(width, dtype=self._dtype), torch.zeros(1, width, dtype=self._dtype)))
+        products = self._target.output_logits(probes.to(rows.device))
+        products = cap * torch.atanh(products / cap) if cap else products
+        bias = products[-1].clone()
+        return (products[:-1] - bias).t().contiguous(), bias

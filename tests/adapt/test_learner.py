@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +20,12 @@ from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.weights import held_in, numbers, plain_copy, replace_weights, weights_of
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
+from foretoken.model.hf import TransformersModel
 from foretoken.model.layers import Linear, can_pack
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel
 from tests.adapt.small_heads import KINDS, drafter_of, small_head
-from tests.helpers.checkpoints import token_ids
+from tests.helpers.checkpoints import tiny_checkpoint, token_ids
 from tests.helpers.usual import some_of
 
 
@@ -176,6 +178,20 @@ def test_gradients_of_a_capped_output_are_those_of_what_the_target_computes(deco
     learnt = _FrozenTarget(PagedModel(capped, 64, 16), torch.float32).output_logits(found)
     torch.testing.assert_close(learnt, logits, rtol=1e-4, atol=1e-5)
     assert logits.abs().max() > 0.45, "the cap shows"
+    for one in (logits, learnt):
+        one.square().sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_of_an_output_matrix_with_a_bias_are_those_of_what_the_target_computes(tmp_path: Path) -> None:
+    """Phi's output matrix has one: it was learnt from once for every channel of a row."""
+    target = TransformersModel(tiny_checkpoint(tmp_path, "phi"), "float32")
+    output = target._part(target._model.get_output_embeddings(), "output matrix")
+    assert output.bias.std() > 0.1, "the bias shows"
+    rows = torch.randn(5, output.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    expected, found = (rows.clone().requires_grad_(True) for _ in range(2))
+    logits, learnt = output(expected), _FrozenTarget(target, torch.float32).output_logits(found)
+    torch.testing.assert_close(learnt, logits, rtol=1e-4, atol=1e-5)
     for one in (logits, learnt):
         one.square().sum().backward()
     torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-5)
