@@ -151,7 +151,7 @@ class TrainingLoop(ABC):
             KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called first.
         """
         started = saved = time.monotonic()
-        before, loss = self.seconds, None
+        before, loss, is_stopped = self.seconds, None, False
         bar = self._console.bar("training", self.config.num_steps, counts=True, stays=True)
         with interruption() as interrupted, bar as shown:
             shown.update(completed=self.step)
@@ -162,15 +162,15 @@ class TrainingLoop(ABC):
                 if self.ranks.is_first:
                     self._show(shown, loss)
                 self._after_step(loss)
-                if self.ranks.any(bool(interrupted)):
-                    self.save()
+                is_stopped = self.ranks.any(bool(interrupted))
+                if is_stopped:
                     break
                 if now - saved > self.config.save_every_s:
                     self.save()
                     saved = now
-        if interrupted:
-            _end_by(interrupted[0])
-        self.save()
+            self.save()
+        if is_stopped or interrupted:  # of another rank alone, this one ends with it: its run is not over
+            _end_by(interrupted)
         return loss
 
     def _show(self, bar: Bar, loss: float) -> None:
@@ -205,14 +205,14 @@ def interruption() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _end_by(number: int) -> None:
-    """End as the signal `number` would have, once the state is saved: its handler is called first.
+def _end_by(came: Sequence[int]) -> None:
+    """End as the first signal that `came` would have, once the state is saved: its handler is called first.
 
     Raises:
-        KeyboardInterrupt: it has no handler, or the handler returned.
+        KeyboardInterrupt: it has no handler, the handler returned, or none came to this process.
     """
-    if callable(signal.getsignal(number)):
-        signal.raise_signal(number)
+    if came and callable(signal.getsignal(came[0])):
+        signal.raise_signal(came[0])
     raise KeyboardInterrupt
 
 

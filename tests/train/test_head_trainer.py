@@ -160,6 +160,34 @@ def test_an_interrupted_run_saves_its_state(target: FrozenTarget, tmp_path: Path
     assert tiny_trainer(tmp_path, target).step == 4
 
 
+class _Interrupted(Ranks):
+    """Another process is interrupted in exchange `at`; or this one, right after it."""
+
+    def __init__(self, at: int, is_other: bool) -> None:
+        super().__init__()
+        self.left, self.is_other = at, is_other
+
+    def any(self, flag: bool) -> bool:
+        self.left -= 1
+        if self.left == 0 and not self.is_other:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return flag or (self.left == 0 and self.is_other)
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_an_interruption_that_a_process_hears_of_late_is_no_end_of_the_run(
+    is_other: bool, target: FrozenTarget, tmp_path: Path
+) -> None:
+    """Of two processes one was interrupted: the other reported a finished run, with a result in its manifest. An
+    interruption behind the last exchange lost what was not saved.
+    """
+    last = 4 if is_other else CONFIG.num_steps
+    trainer = tiny_trainer(tmp_path, target, ranks=_Interrupted(last, is_other))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert tiny_trainer(tmp_path, target).step == last
+
+
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_window_of_which_nothing_is_wanted_teaches_nothing(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
     """A long prompt may fill a window, and its answer begin behind it."""
