@@ -51,6 +51,7 @@ class RankSetup:
     cache_dtype: str
     num_threads: int
     folder: str  # where the ranks meet
+    files: str  # `rank.files_of` the model when it was opened
 
 
 @dataclass(frozen=True)

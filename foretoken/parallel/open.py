@@ -25,7 +25,7 @@ from foretoken.model.strict import StrictModel, strict_kind
 from foretoken.parallel.exchange import RankExchange, rank_devices
 from foretoken.parallel.group import RankGroup, RankSetup, meeting_folder
 from foretoken.parallel.plan import Move, Plan, PlanKind
-from foretoken.parallel.rank import load_rank
+from foretoken.parallel.rank import files_of, load_rank
 from foretoken.transfer import to_host
 
 
@@ -50,7 +50,7 @@ def open_target(folder: Path, config: EngineConfig) -> LanguageModel:
 def _open_ranks(folder: Path, config: EngineConfig, devices: list[torch.device]) -> LeadModel:
     world, meeting = len(devices), meeting_folder()
     num_threads = max(1, torch.get_num_threads() // world)
-    shared = (config.numerics, config.weights, config.cache_dtype, num_threads, str(meeting))
+    shared = (config.numerics, config.weights, config.cache_dtype, num_threads, str(meeting), files_of(folder))
     setups = [RankSetup(i, world, str(folder), config.dtype, str(devices[i]), *shared) for i in range(world)]
     exchange = RankExchange(0, world, devices[0])
     group = RankGroup(setups[1:], exchange, meeting)

@@ -20,8 +20,11 @@ from pathlib import Path
 
 import torch
 
+from foretoken.errors import CheckpointError
 from foretoken.machine.process import keep_freed_memory
 from foretoken.model.decoder import Decoder
+from foretoken.model.gguf.header import is_gguf
+from foretoken.model.gguf.parts import part_files
 from foretoken.model.loader import load_decoder
 from foretoken.model.open import kept_dtype
 from foretoken.model.paged import PagedModel
@@ -70,12 +73,36 @@ class Rank:
 
 
 def load_rank(setup: RankSetup, exchange: RankExchange) -> Decoder:
-    """The part of the weights that a rank holds."""
+    """The part of the weights that a rank holds.
+
+    Raises:
+        CheckpointError: the files are others than when the model was opened: ranks start one after the other, and parts
+            of two versions would be computed with as one model.
+    """
     quant = None if setup.weights == "auto" else setup.weights
-    place = torch.device(setup.device)
-    return load_decoder(
-        *(Path(setup.model), setup.dtype, place), quant=quant, rank=setup.rank, world=setup.world, collective=exchange
+    folder, place = Path(setup.model), torch.device(setup.device)
+    decoder = load_decoder(
+        *(folder, setup.dtype, place), quant=quant, rank=setup.rank, world=setup.world, collective=exchange
     )
+    if files_of(folder) != setup.files:
+        raise CheckpointError(
+            f"{folder} was replaced or written to while the ranks read it: open it again when its files are complete"
+        )
+    return decoder
+
+
+def files_of(model: Path) -> str:
+    """What tells the files of a checkpoint from others that are put in their place: name, size, time, number."""
+    files = part_files(model) if is_gguf(model) else sorted((*model.glob("*.safetensors*"), model / "config.json"))
+    return ", ".join(map(_about, files))
+
+
+def _about(path: Path) -> str:
+    try:
+        about = path.stat()
+    except OSError:
+        return f"{path.name} is missing"
+    return f"{path.name} {about.st_size} {about.st_mtime_ns} {about.st_ino}"
 
 
 def _end_with_rank_0(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -180,6 +182,20 @@ def test_a_rank_that_cannot_load_its_part_is_told(pair: SimpleNamespace, monkeyp
     await_loaded = group._await_loaded
     monkeypatch.setattr(group, "_await_loaded", lambda ranks: (ranks[0].running.wait(), await_loaded(ranks)))
     with within(DEADLINE_S), pytest.raises(RankError, match="rank 1 could not load its part: CheckpointError: gone"):
+        opened(pair)
+    assert torch.get_num_threads() == 1
+
+
+def test_a_rank_that_reads_another_version_of_the_model_is_refused(
+    pair: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to the model may be moved to its next version before the last rank reads it: parts of two models were
+    computed with as one.
+    """
+    second, started = shutil.copytree(pair.target, tmp_path / "second"), group._started
+    monkeypatch.setattr(group, "_started", lambda setup: started(replace(setup, model=str(second))))
+    told = "rank 1 could not load its part: CheckpointError: .*second was replaced or written to while"
+    with within(DEADLINE_S), pytest.raises(RankError, match=told):
         opened(pair)
     assert torch.get_num_threads() == 1
 
