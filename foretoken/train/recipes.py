@@ -172,17 +172,18 @@ class ModelSize:
 
 
 CONTEXT_TOKENS = 2048
+CORPUS_TOKENS = 4096  # of the tokenizer that the standard library gets
 TARGET_SHAPE = ModelSize(hidden_size=256, intermediate_size=640, num_layers=8, num_heads=4, num_kv_heads=2)
 DRAFT_SHAPE = ModelSize(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
-def prepare(folder: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Data]:
+def prepare(folder: Path) -> tuple[Tokenizer, Data]:
     """Tokenizer and token ids of the standard library, computed once and stored in `folder`."""
     corpus_file = folder / "corpus.npz"
     if not corpus_file.exists():
         Console(stderr=True).line("reading the standard library and learning its tokens: about half a minute")
         corpus = standard_library()
-        tokenizer = train_tokenizer((d.text for d in corpus.train if d.slice == "code"), vocab_size)
+        tokenizer = train_tokenizer((d.text for d in corpus.train if d.slice == "code"), CORPUS_TOKENS)
         held_out = [d for d in corpus.held_out if d.slice == "code"]
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from foretoken.train.head_data import HeadData, TokenText
 from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.head_trainer import HeadResult
 from foretoken.train.parallel import Ranks
-from foretoken.train.recipes import prepare
+from foretoken.train.recipes import CORPUS_TOKENS, prepare
 from foretoken.train.training_loop import STATE_WEIGHTS, check_same
 
 MANIFEST, STATES = "run.json", "states"
@@ -129,13 +129,17 @@ def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:
     """
     if job.answers is not None:
         return answered_data(job.answers, writer, target.vocab_size, job.settings.held_out_share)
-    tokenizer, data = prepare(job.corpus or job.out)
     words = load_tokenizer(target.folder)
-    if words is None or words.vocabulary != tokenizer.get_vocab():
-        raise MismatchError(
-            f"the standard library's text has a tokenizer of its own, {target.folder} another: write answers of "
-            "your own target with `foretoken train answers` and train on them (--answers)"
-        )
+    vocabulary = {} if words is None else words.vocabulary
+    another = MismatchError(
+        f"the standard library's text has a tokenizer of its own, {target.folder} another: write answers of "
+        "your own target with `foretoken train answers` and train on them (--answers)"
+    )
+    if len(vocabulary) != CORPUS_TOKENS:
+        raise another  # before the text is read, which takes a while
+    tokenizer, data = prepare(job.corpus or job.out)
+    if vocabulary != tokenizer.get_vocab():
+        raise another
     return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")
 
 

@@ -184,6 +184,13 @@ def test_a_run_goes_on_for_its_own_target_and_from_its_own_beginning(
         run("medusa", "--target", other, "--answers", same, *SMALL, "--out", tmp_path / "first")
 
 
+def test_a_run_without_answers_is_refused_before_the_library_is_read(folder: Path, tmp_path: Path) -> None:
+    """Its text is only for targets with its tokenizer: others were told so after it had been read and written."""
+    with pytest.raises(MismatchError, match="--answers"):
+        run("eagle", "--target", folder / "target", "--out", tmp_path / "run", *SMALL)
+    assert not (tmp_path / "run" / "corpus.npz").exists()
+
+
 def test_a_draft_model_is_distilled_from_answers(folder: Path, answered: Path, tmp_path: Path) -> None:
     common = ("draft", "--target", folder / "target", *SMALL, "--set", "train.num_places=2")
     result = run(*common, "--answers", answered, "--out", tmp_path / "off", "--set", "model.hidden_size=32")
