@@ -49,6 +49,10 @@ class HeadTrainConfig:
                 raise ConfigError(name, getattr(self, name), "must be at least 1")
         if not self.seconds >= 0:
             raise ConfigError("seconds", self.seconds, "must be at least 0 (no limit)")
+        if not self.save_every_s >= 0:  # no number: the state would not be saved before the end
+            raise ConfigError("save_every_s", self.save_every_s, "must be a number of seconds, at least 0")
+        if self.warmup_steps < 0:
+            raise ConfigError("warmup_steps", self.warmup_steps, "must be at least 0 (none)")
         if self.state_cache_bytes < 0:
             raise ConfigError("state_cache_bytes", self.state_cache_bytes, "must be at least 0 (none is kept)")
         if self.length < 2 * self.num_places:

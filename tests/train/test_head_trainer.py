@@ -430,6 +430,8 @@ def test_precision_follows_the_device() -> None:
         ("clip_norm", 0.0),
         ("clip_norm", -1.0),
         ("seconds", float("nan")),
+        ("save_every_s", float("nan")),
+        ("warmup_steps", -5),
     ],
 )
 def test_bad_settings_are_refused(field: str, value: float) -> None:
