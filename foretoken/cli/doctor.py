@@ -119,7 +119,7 @@ def _bandwidth() -> float:
     """Bytes per second read and written by the fastest of some copies."""
     import torch
 
-    source = torch.ones(_COPY_BYTES // 4)
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32)
     target = torch.empty_like(source)
     copies_s: list[float] = []
     began_s = time.perf_counter()

@@ -121,7 +121,7 @@ class BlockDrafter(StatesDrafter):
         head, cache = self.head, self.cache
         drafting = [b for b, num in enumerate(most) if num]
         if not drafting:
-            return _BlockPredictions(head, torch.empty(0), {}, ())
+            return _BlockPredictions(head, torch.empty(0, dtype=torch.float32), {}, ())
         sequences = [entries[b].request.request_id for b in drafting]
         self.make_features(sequences)
         fused = [self.kept[one].features for one in sequences]

@@ -97,7 +97,7 @@ class EagleDrafter(StatesDrafter):
         del self._texts[request_id]
 
     def _propose_chains(self, chains: list[Chain]) -> Draft:
-        growing, feedback = [one for one in chains if one.grows], torch.empty(0)
+        growing, feedback = [one for one in chains if one.grows], torch.empty(0, dtype=torch.float32)
         text = self._text_rows([_sequence(one.entry) for one in growing]) if growing else None
         if text is not None and chain.takes_likeliest(growing):
             tokens = self.runner.draft(*text, [one.most for one in growing])

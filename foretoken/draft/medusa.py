@@ -258,7 +258,7 @@ class MedusaDrafter(HeadDrafter):
         states = [state for b in asked if (state := owns[b].state) is not None]
         row = {b: i for i, b in enumerate(asked)}
         if not states:
-            return _HeadPredictions(self.head, self.target, torch.empty(0), row)
+            return _HeadPredictions(self.head, self.target, torch.empty(0, dtype=torch.float32), row)
         together = torch.cat(states)
         logits = None if self.graphs is None else self.graphs.run(together, max(most))
         behind = self.target.final_norm(together) if logits is None else together

@@ -216,7 +216,7 @@ def _num_allowed(processors: Processors | None, ids: Sequence[int], columns: Ten
     """How many of `ids`, from the first, the processors do not ban; `columns` [V] has the width of its logits."""
     if processors is None or not ids:
         return len(ids)
-    flat = torch.zeros(len(ids), columns.shape[0], device=columns.device)  # [n, V]
+    flat = torch.zeros(len(ids), columns.shape[0], device=columns.device, dtype=torch.float32)  # [n, V]
     adjusted = processors.adjust(flat, [tuple(ids[:place]) for place in range(len(ids))], is_draft=True)
     (found,) = to_host(adjusted.gather(-1, to_device(ids, columns.device)[:, None]).squeeze(-1))
     banned = [place for place, logit in enumerate(found) if logit == -torch.inf]

@@ -303,8 +303,8 @@ def uniforms_of(batch: Batch, draft: Draft, target: TargetOutput, rules: Sequenc
         uniforms = round_uniforms(draft, seeds, starts, device)
     else:
         uniforms = Uniforms(
-            torch.full((draft.num_nodes,), torch.nan, device=device),
-            torch.full((draft.num_requests,), torch.nan, device=device),
+            torch.full((draft.num_nodes,), torch.nan, device=device, dtype=torch.float32),
+            torch.full((draft.num_requests,), torch.nan, device=device, dtype=torch.float32),
         )
     if all(entry.noise is None for entry in entries):
         return uniforms
@@ -319,4 +319,6 @@ def _race_rows(entry: BatchEntry, draft: Draft, b: int, target: TargetOutput) ->
         return entry.noise.rows([entry.round_start + depth for depth in (0, *draft.depths(b))])
     except Exception as error:  # noqa: BLE001 - as above
         target.faults[b] = error
-        return torch.ones(1 + draft.lengths[b], target.processed.shape[-1], device=target.processed.device)
+        return torch.ones(
+            1 + draft.lengths[b], target.processed.shape[-1], device=target.processed.device, dtype=torch.float32
+        )

@@ -67,7 +67,9 @@ class RandomRows(NamedTuple):
 
 def random_rows(allowed: Tensor, per_row: int, seed: int) -> RandomRows:
     """One in `per_row` of the rows of each window, those that are `allowed` [B, S] first; a function of the seed."""
-    chance = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~allowed.cpu(), -1.0)
+    chance = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).masked_fill(
+        ~allowed.cpu(), -1.0
+    )
     best = chance.topk(-(-allowed.shape[1] // per_row), dim=1)
     return RandomRows(best.indices.to(allowed.device), (best.values >= 0).to(allowed.device))
 

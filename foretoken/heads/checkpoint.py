@@ -67,7 +67,7 @@ def load_head(
     stored = _stored_names(weights, head.config, len(head.vocabulary.ids))
     expected = tensor_shapes(head)
     absent = {CONFIDENCE_BIAS} & expected.keys() - stored.keys()  # heads trained before had none
-    zeros = {name: torch.zeros(expected.pop(name)) for name in absent}
+    zeros = {name: torch.zeros(expected.pop(name), dtype=torch.float32) for name in absent}
     problems = tensor_problems(weights, stored, expected)
     if problems:
         raise CheckpointError(f"{folder}: " + "; ".join(problems[:_SHOWN]) + _more(len(problems) - _SHOWN))

@@ -70,7 +70,7 @@ class SamplingKernel:
         largest [2, R] in float32.
         """
         logits = logits.contiguous()
-        places, tops = torch.empty(len(logits), dtype=torch.int64), torch.empty(2, len(logits))
+        places, tops = torch.empty(len(logits), dtype=torch.int64), torch.empty(2, len(logits), dtype=torch.float32)
         is_bf16, threads = logits.dtype == torch.bfloat16, torch.get_num_threads()
         pointers = (places.data_ptr(), tops.data_ptr())
         self.library.foretoken_top_two(logits.data_ptr(), *logits.shape, *pointers, is_bf16, threads)

@@ -312,7 +312,7 @@ class _RowTable:
 
     def __init__(self) -> None:
         self._rows: dict[int, Tensor] = {}
-        self._empty = torch.empty(0)
+        self._empty = torch.empty(0, dtype=torch.float32)
 
     def add(self, numbers: Sequence[int], rows: Tensor) -> None:
         """`rows` [n, ...] are those of the last n of `numbers`; a row that is known already stays as it is."""

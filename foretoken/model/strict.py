@@ -258,7 +258,7 @@ def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tens
     }
     for linear in linears.values():
         if isinstance(linear.packed, GroupedWeight | MergedWeight):
-            numbers = torch.randn(count, linear.in_features, generator=generator)
+            numbers = torch.randn(count, linear.in_features, generator=generator, dtype=torch.float32)
             yield linear, numbers.to(weight)  # sums of integers have no order to hide: its own rows will do
             continue
         order = torch.randperm(linear.in_features // 2, generator=generator)
@@ -277,7 +277,7 @@ def _probes(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], Tens
 
 def _cancelling(count: int, order: Tensor, size: int, sign: int, generator: torch.Generator) -> Tensor:
     """`[count, size]`: numbers of very different magnitude and `sign` times the same numbers in another order."""
-    half = torch.randn(count, size // 2, generator=generator) * 2.0 ** torch.randint(
+    half = torch.randn(count, size // 2, generator=generator, dtype=torch.float32) * 2.0 ** torch.randint(
         7, (count, size // 2), generator=generator
     )
     return F.pad(torch.cat((half, sign * half[:, order]), dim=1), (0, size % 2))
@@ -308,14 +308,16 @@ def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.devi
     generator = torch.Generator().manual_seed(0)
     heads, groups, head_dim, most = config.num_heads, config.num_kv_heads, config.head_dim, max_positions(config)
     order = torch.randperm(head_dim // 2, generator=generator)
-    sinks = torch.zeros(heads, device=device) if config.has_sinks else None
+    sinks = torch.zeros(heads, device=device, dtype=torch.float32) if config.has_sinks else None
     counts = {
         padded_rows(count, config): count for count in range(1, most + 1)
     }.values()  # the largest for each number of rows
 
     def steep(*shape: int) -> Tensor:
         """Magnitudes from 2^4 to 2^12: what is rounded off a score, though it is 0, then moves the softmax."""
-        return torch.randn(shape, generator=generator) * 2.0 ** torch.randint(4, 13, shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32) * 2.0 ** torch.randint(
+            4, 13, shape, generator=generator
+        )
 
     def agree(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> bool:
         query, keys, values = (x.to(device, dtype) for x in (query, keys, values))
@@ -335,7 +337,9 @@ def _positions_agree(config: ModelConfig, dtype: torch.dtype, device: torch.devi
         )
         query, keys = torch.cat((a, a[..., order]), dim=-1), torch.cat((b, -b[..., order]), dim=-1)
         seen = torch.ones(most, num_keys, dtype=torch.bool).tril(num_keys - most)
-        if not agree(query, keys, torch.randn(groups, num_keys, head_dim, generator=generator), seen):
+        if not agree(
+            query, keys, torch.randn(groups, num_keys, head_dim, generator=generator, dtype=torch.float32), seen
+        ):
             return False
         values = torch.cat((v, -v.flip(1)), dim=1)  # value j cancels value -1 - j
         if not agree(torch.zeros_like(query), keys, values, seen & seen.flip(1)):

@@ -94,8 +94,8 @@ class _Trial:
         other = pad if isinstance(pad, int) and 0 <= pad < vocab_size and pad != self.ids[self._place] else usual
         self._others = [*self.ids[: self._place], other, *self.ids[self._place + 1 :]]
         self._modes = _modes(model)
-        self.logits = torch.empty(0)  # [T, V] of the text without a cache
-        self._other_logits = torch.empty(0)  # [T, V] of the other one
+        self.logits = torch.empty(0, dtype=torch.float32)  # [T, V] of the text without a cache
+        self._other_logits = torch.empty(0, dtype=torch.float32)  # [T, V] of the other one
 
     def read_whole(self) -> int | None:
         """Read the whole text without a cache; the number of layers that report hidden states."""

@@ -122,7 +122,7 @@ class HeadTrainer(TrainingLoop):
         config = self.config
         schedule = (config.num_steps, config.warmup_steps, config.decay_share, self._time_used)
         set_rate(self.optimizers, rate_share(self.step, *schedule))
-        loss = torch.zeros((), device=self.target.device)
+        loss = torch.zeros((), device=self.target.device, dtype=torch.float32)
         for part in self.ranks.share(config.accumulate):
             loss += self._backward(part)
         loss = self.ranks.sum(loss)
@@ -146,9 +146,9 @@ class HeadTrainer(TrainingLoop):
         tokens, wanted, weight = self.batches.at(piece)
         if config.row_share < 1:
             generator = torch.Generator().manual_seed(config.seed + piece)
-            wanted &= torch.rand(wanted.shape, generator=generator) < config.row_share
+            wanted &= torch.rand(wanted.shape, generator=generator, dtype=torch.float32) < config.row_share
         batch = self._read(tokens, wanted)
-        loss = torch.zeros((), device=self.target.device)
+        loss = torch.zeros((), device=self.target.device, dtype=torch.float32)
         with self.target.autocast():
             logits = target_logits(batch, self._output)
             for place in self.head.places(batch, self.target.decoder, config.num_places, config.seed + piece):

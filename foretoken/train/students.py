@@ -127,7 +127,9 @@ def _by_position(
             alpha = acceptance(place, logits, head.vocabulary)
             match = same_argmax(place, logits, head.vocabulary)
             for found, values in ((alphas, alpha), (matches, match)):
-                line = torch.full((batch.wanted[:, 1:].numel(),), float("nan"), device=values.device)
+                line = torch.full(
+                    (batch.wanted[:, 1:].numel(),), float("nan"), device=values.device, dtype=torch.float32
+                )
                 line[place.rows - place.number] = values.float()
                 found.append(line)
     return torch.stack(alphas), torch.stack(matches)

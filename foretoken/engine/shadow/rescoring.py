@@ -166,7 +166,7 @@ class Rescoring:
 
     def _forward(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         if self._sequence is None:
-            return torch.empty(0, self._target.vocab_size, device=self._target.device)
+            return torch.empty(0, self._target.vocab_size, device=self._target.device, dtype=torch.float32)
         flat = torch.tensor(tokens, dtype=torch.int64, device=self._target.device)
         logits = self._target.forward(flat, [Segment(self._sequence, len(tokens), (), num_logits)]).logits
         self._target.commit(self._sequence, len(tokens))
@@ -213,5 +213,5 @@ def _rounding_after(rounding: Tensor, processed: Tensor, repetition_penalty: flo
 def _largest(logits: Tensor) -> Tensor:
     """The largest absolute finite logit of each row, `[n]`."""
     if not logits.shape[0]:
-        return torch.zeros(0, device=logits.device)
+        return torch.zeros(0, device=logits.device, dtype=torch.float32)
     return torch.where(torch.isfinite(logits), logits, 0).abs().amax(-1).float()

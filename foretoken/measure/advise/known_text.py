@@ -73,7 +73,7 @@ class KnownText:
                 depths.append(depths[one.num_pending + parent] + 1)
             places = [self._sequences[one.sequence] + depth + 1 for depth in depths[len(depths) - one.num_logits :]]
             following += [self.text[place] if place < len(self.text) else 0 for place in places]
-        logits = torch.zeros(len(following), self.vocab_size)
+        logits = torch.zeros(len(following), self.vocab_size, dtype=torch.float32)
         logits[torch.arange(len(following)), torch.tensor(following, dtype=torch.long)] = 1.0
         return ForwardOutput(logits, {})
 

@@ -113,7 +113,7 @@ def padded_rows(num_positions: int, config: ModelConfig) -> int:
 def additive_mask(seen: Tensor, config: ModelConfig) -> Tensor:
     """The float32 mask [M, C] of rows and padding (sees everything), from what each position sees, bool [n, C]."""
     rows = (
-        torch.zeros(seen.shape)
+        torch.zeros(seen.shape, dtype=torch.float32)
         .masked_fill_(~seen, float("-inf"))
         .repeat_interleave(config.num_heads // config.num_kv_heads, dim=0)
     )

@@ -74,7 +74,7 @@ def _of_blocks(weight: GroupedWeight, blocks: slice, codes: Tensor, x_scales: Te
     dots, sums = torch.bmm(inputs, numbers), inputs.sum(2)  # [groups, T, N'], [groups, T]
     scales, minimums = (None if own is None else _by_group(own) for own in weight.numbers(blocks))
     assert scales is not None
-    total = torch.zeros(len(codes), scales.shape[1])
+    total = torch.zeros(len(codes), scales.shape[1], dtype=torch.float32)
     for index in range(len(scales)):
         part = scales[index] * dots[index]
         if minimums is not None:

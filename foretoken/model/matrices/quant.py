@@ -124,7 +124,7 @@ class GroupQuantiser:
     def __init__(self, kind: str, dtype: torch.dtype, allocate: Allocate = large_page_tensor) -> None:
         assert kind in QUANTISED
         self.kind, self.dtype, self._allocate = kind, dtype, allocate
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
         kernel()  # compiled before the file is read, so that a machine without a compiler says so first
 
     def matrix(self, pieces: Sequence[Tensor], is_table: bool = False) -> GroupedWeight:
@@ -144,7 +144,7 @@ class GroupQuantiser:
         """(first row, the rows in float32), `_BLOCK_ROWS` at a time, each valid until the next."""
         width, start, filled = pieces[0].shape[1], 0, 0
         if self._scratch.numel() < _BLOCK_ROWS * width:
-            self._scratch = torch.empty(_BLOCK_ROWS * width)
+            self._scratch = torch.empty(_BLOCK_ROWS * width, dtype=torch.float32)
         block = self._scratch[: _BLOCK_ROWS * width].view(_BLOCK_ROWS, width)
         for piece in pieces:
             taken = 0
