@@ -19,6 +19,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.files import read_text
 from foretoken.heads.kind import kind_of_head, with_head_kind
 from foretoken.heads.weights import head_bytes
+from foretoken.machine.modes import own_modes
 from foretoken.model.interface import LanguageModel, OpenModel, QuantisedModel
 from foretoken.model.loader import dtype_of
 from foretoken.model.matrices.quant import drafts_at_speed
@@ -219,7 +220,7 @@ class DrafterLoader:
         if self.has_all(spec):
             return
         spec = self.with_head_kind(spec)
-        with self._loading:
+        with self._loading, own_modes():
             for key, own in own_drafters(spec).items():
                 if key not in self.group.drafters:
                     self._specs[key], made = own, self.factory.make(own)
@@ -242,7 +243,7 @@ class DrafterLoader:
         taken out and returned: keep them until new ones are loaded, which then share the weights of draft models.
         """
         replaced: list[Drafter] = []
-        with self._between_steps():
+        with self._between_steps(), own_modes():
             for key, drafter in self.loaded(spec).items():
                 if isinstance(drafter, Resets) and _resets_wholly(self._specs.get(key)):
                     drafter.reset()

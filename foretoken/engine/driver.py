@@ -18,6 +18,7 @@ from foretoken.core import StepOutput
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import PreparedRequest, RequestState
 from foretoken.errors import InputError
+from foretoken.machine.modes import own_modes
 from foretoken.machine.process import check_not_forked
 
 OnStep = Callable[[list[StepOutput]], None]
@@ -154,7 +155,7 @@ class Driver:
             InputError: see `check_user`.
             EngineError: see `Engine.enqueue`.
         """
-        with self._turns, self._turns.lock:
+        with self._turns, self._turns.lock, own_modes():
             self.check_user(user)
             state = self.engine.enqueue(prepared)
             if receive is not None:
@@ -191,7 +192,8 @@ class Driver:
             request_id = self._left[0].request_id
             self._receivers.pop(request_id, None)
             try:
-                self.engine.abort(request_id)
+                with own_modes():
+                    self.engine.abort(request_id)
             except Exception:
                 self._left.popleft()  # tried again it would raise again, in the steps of others
                 raise
@@ -279,17 +281,18 @@ class Driver:
 
     def _step(self, then: Callable[[], None] = lambda: None) -> list[StepOutput]:
         """A step, under the lock, and `then` before its outputs, or those before its error, are delivered."""
-        self._free_left()
-        try:
-            outputs = self.engine.step()
-        except BaseException:
-            self._deliver(self.engine.take_outputs())
-            raise
-        try:
-            then()
-        finally:
-            self._deliver(outputs)
-        return outputs
+        with own_modes():
+            self._free_left()
+            try:
+                outputs = self.engine.step()
+            except BaseException:
+                self._deliver(self.engine.take_outputs())
+                raise
+            try:
+                then()
+            finally:
+                self._deliver(outputs)
+            return outputs
 
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:

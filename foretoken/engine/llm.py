@@ -39,6 +39,7 @@ from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
 from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
 from foretoken.heads.kind import with_head_kind
+from foretoken.machine.modes import own_modes
 from foretoken.machine.process import Uncopied
 from foretoken.model.interface import CapturesSteps, LanguageModel, PrefixModel, RankedModel
 from foretoken.model.names import model_folder
@@ -87,48 +88,49 @@ class LLM(BetweenRequests, Uncopied):
         self._trace = None if config.trace is None else Trace(Path(config.trace))
         self._target: LanguageModel | None = None
         try:
-            self.tokenizer = load_tokenizer(self.folder, config.chat_template)
-            target = self._target = open_target(self.folder, config)
-            self._drafters = DrafterGroup(target)
-            self._adviser = Adviser(target, self.tokenizer)
-            self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
-            loaded_with = ModelOptions(config.dtype, config.device, config.cache_tokens, config.cache_dtype)
-            self._loader: DrafterLoader | None = DrafterLoader(
-                DrafterFactory(self.folder, target, self.tokenizer, loaded_with),
-                self._drafters,
-                lambda: self._turns.lock,
-                check_open=self._check_open,
-                on_load=self._adviser.loaded,
-            )
-            engine = Engine(
-                target,
-                self._drafters,
-                tokenizer=self.tokenizer,
-                limits=config.scheduler,
-                eos_token_ids=end_tokens(target, self.tokenizer),
-                routing=config.routing,
-            )
-            self._driver: Driver | None = Driver(
-                engine, self._turns, str(self.folder), self._check_open, self._adviser.conclude
-            )
-            self._shadow = Shadow(
-                target,
-                config.shadow_rate,
-                room=engine.scheduler,
-                fresh_processors=engine.admission.fresh_processors,
-            )
-            engine.watchers += [] if self._trace is None else [self._trace]
-            engine.watchers += [self._shadow] if config.shadow_rate else []
-            engine.watchers.append(self._adviser)
-            self._adapter = adapt(engine, config)
-            self._prepare_default()
-            if isinstance(target, CapturesSteps):
-                # Any drafter may make trees: lookups branch, and requests choose the shape of a model's drafts.
-                target.capture_ahead(self._drafters.hidden_layers, has_trees=bool(self._drafters.drafters))
-            self._adviser.look_at_memory()
-            self.costs = seed_costs(engine, self.spec, mode, str(self.folder), on_profile)
-            if self._adapter is not None:
-                self._adapter.take_on()
+            with own_modes():
+                self.tokenizer = load_tokenizer(self.folder, config.chat_template)
+                target = self._target = open_target(self.folder, config)
+                self._drafters = DrafterGroup(target)
+                self._adviser = Adviser(target, self.tokenizer)
+                self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
+                loaded_with = ModelOptions(config.dtype, config.device, config.cache_tokens, config.cache_dtype)
+                self._loader: DrafterLoader | None = DrafterLoader(
+                    DrafterFactory(self.folder, target, self.tokenizer, loaded_with),
+                    self._drafters,
+                    lambda: self._turns.lock,
+                    check_open=self._check_open,
+                    on_load=self._adviser.loaded,
+                )
+                engine = Engine(
+                    target,
+                    self._drafters,
+                    tokenizer=self.tokenizer,
+                    limits=config.scheduler,
+                    eos_token_ids=end_tokens(target, self.tokenizer),
+                    routing=config.routing,
+                )
+                self._driver: Driver | None = Driver(
+                    engine, self._turns, str(self.folder), self._check_open, self._adviser.conclude
+                )
+                self._shadow = Shadow(
+                    target,
+                    config.shadow_rate,
+                    room=engine.scheduler,
+                    fresh_processors=engine.admission.fresh_processors,
+                )
+                engine.watchers += [] if self._trace is None else [self._trace]
+                engine.watchers += [self._shadow] if config.shadow_rate else []
+                engine.watchers.append(self._adviser)
+                self._adapter = adapt(engine, config)
+                self._prepare_default()
+                if isinstance(target, CapturesSteps):
+                    # Any drafter may make trees: lookups branch, and requests choose the shape of a model's drafts.
+                    target.capture_ahead(self._drafters.hidden_layers, has_trees=bool(self._drafters.drafters))
+                self._adviser.look_at_memory()
+                self.costs = seed_costs(engine, self.spec, mode, str(self.folder), on_profile)
+                if self._adapter is not None:
+                    self._adapter.take_on()
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
@@ -297,7 +299,7 @@ class LLM(BetweenRequests, Uncopied):
     def drain_shadow(self) -> None:
         """Run the outstanding shadow checks now; otherwise they run between later steps."""
         self._check_free()
-        with self._turns.lock:
+        with self._turns.lock, own_modes():
             self._shadow.drain()
 
     def encode(self, text: str) -> list[int]:
@@ -361,7 +363,8 @@ class LLM(BetweenRequests, Uncopied):
         spec = self._open_loader().with_head_kind(spec)
         self.prepare(spec.for_request(params.prediction))
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        return self.engine.admission.prepare(ids, params, spec, arrived_s)
+        with own_modes():
+            return self.engine.admission.prepare(ids, params, spec, arrived_s)
 
     def prepare_requests(
         self, prompt: Prompt, params: SamplingParams, spec: SpecConfig, arrived_s: float

@@ -65,6 +65,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 MODES = {
     "float16": lambda: default_dtype(torch.float16),
     "float64": lambda: default_dtype(torch.float64),
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "another device": lambda: torch.device("meta"),
 }
 
 
