@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from weakref import WeakSet
 
@@ -24,7 +25,7 @@ from foretoken.model.interface import LanguageModel, OpenModel, QuantisedModel
 from foretoken.model.loader import dtype_of
 from foretoken.model.matrices.quant import drafts_at_speed
 from foretoken.model.open import draft_weights, native_config, open_device, open_model
-from foretoken.params import check_number
+from foretoken.params import check_flag, check_number
 from foretoken.registry import DRAFTERS, Traits, add_traits, load_source, traits_of
 from foretoken.spec_checks import NO_TABLE, PACKAGED_TABLE
 from foretoken.text.tokenizer import Tokenizer
@@ -155,10 +156,20 @@ def add_drafter(
     those of `SpecConfig` that it reads, such as "draft".
 
     Raises:
-        ConfigError: the name is one of foretoken's own drafters, or not an identifier; `limit_s` is not a positive
-            number.
+        ConfigError: the name is one of foretoken's own drafters, or not an identifier; `make` cannot be called,
+            `options` are no dataclass, or `SpecConfig` has no such fields.
+        InputError: `limit_s` is not a positive number, `samples` not a truth value.
     """
     check_number("limit_s", limit_s, low=0.001, high=86_400.0)
+    check_flag("samples", samples)
+    if not callable(make):
+        raise ConfigError("make", make, "give a function of (factory, spec), or a class with a classmethod make")
+    own = getattr(make, "Options", None) if options is None else options
+    if own is not None and not (isinstance(own, type) and is_dataclass(own)):
+        raise ConfigError("options", own, "give a dataclass, whose fields have defaults")
+    known = {field.name for field in dataclass_fields(SpecConfig)}
+    if isinstance(fields, str) or not known.issuperset(fields):
+        raise ConfigError("fields", fields, "give a list of fields of SpecConfig, such as ['draft']")
     add_traits(name, Traits(make, samples=samples, fields=tuple(fields), options=options, limit_s=limit_s))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, SamplingParams, SpecConfig, add_drafter, config, registry
+from foretoken import LLM, ConfigError, InputError, SamplingParams, SpecConfig, add_drafter, config, registry
 from foretoken.backend.drafting import parse_drafters
 from foretoken.core import Batch, Draft, Mass
 from foretoken.draft.base import Drafter
@@ -165,3 +165,22 @@ def test_only_what_was_added_is_known(clean: None) -> None:
     for name in ("ngram", "two words", "", 3):
         with pytest.raises(ConfigError, match="identifier"):
             add_drafter(name, lambda factory, spec: NgramDrafter())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("make", None),
+        ("make", "my_package:MyDrafter"),
+        ("samples", "no"),
+        ("options", dict),
+        ("options", {"width": 3}),
+        ("fields", "draft"),
+        ("fields", ("drafft",)),
+    ],
+)
+def test_arguments_that_would_fail_later_are_refused_when_it_is_added(field: str, value: object, clean: None) -> None:
+    arguments = {"make": lambda factory, spec: NgramDrafter()} | {field: value}
+    with pytest.raises(InputError, match=field):
+        add_drafter("bigram", **arguments)  # type: ignore[arg-type]
+    assert config.known_drafters() == tuple(config.DRAFTERS)
