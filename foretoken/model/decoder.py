@@ -72,7 +72,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = norm("attention_norm")
         self.qkv_proj = Linear(config.hidden_size, rows, config.qkv_bias)
         self.q_norm, self.k_norm = norm("q_norm", of_heads), norm("k_norm", of_heads)
-        self.sinks = nn.Parameter(torch.zeros(config.num_heads, dtype=torch.float32)) if config.has_sinks else None
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.has_sinks else None
         outputs = config.hidden_size // collective.world
         self.o_proj = Linear(config.num_heads * config.head_dim * collective.world, outputs, config.o_bias)
         self.attention_out_norm = norm("attention_out_norm")

@@ -56,8 +56,8 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=torch.float32)) if bias else None
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: PackedWeight | None = None
         self.keeps_rows_exact = False  # on a GPU: a row's bits do not depend on the number of rows, however many
 
@@ -136,7 +136,7 @@ class Embedding(nn.Module):
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__()
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(num_rows, size, dtype=torch.float32))
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(num_rows, size))
         self.packed: PackedTable | None = None
 
     def forward(self, index: Tensor) -> Tensor:
@@ -180,9 +180,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.full((shape,) if isinstance(shape, int) else shape, 1.0 - offset, dtype=torch.float32)
-        )
+        self.weight = nn.Parameter(torch.full((shape,) if isinstance(shape, int) else shape, 1.0 - offset))
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,8 +208,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, has_bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(shape, dtype=torch.float32)) if has_bias else None
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.bias = nn.Parameter(torch.zeros(shape)) if has_bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
