@@ -68,7 +68,7 @@ def test_before_the_first_load_there_is_no_model() -> None:
 def test_a_prompt_cannot_be_repeated_while_the_engine_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, records = FakeBackend(), Records()
 
-    async def gone(*_: Any) -> str:
+    async def gone(*_: Any, **__: Any) -> str:
         raise UnavailableError("the engine is being restarted")
 
     monkeypatch.setattr(fake, "detokenize", gone)
