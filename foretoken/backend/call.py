@@ -167,7 +167,7 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class TextToEncode(msgspec.Struct, frozen=True):
     """The text `prompt`, or the conversation `messages` under the chat template, up to where its answer begins; see
-    `Call`.
+    `Call`. `tenant` is whose it is: see `SamplingParams.tenant`. `must_fit`: see `LLM.encode_prompt`.
     """
 
     prompt: str | None = None
@@ -175,11 +175,18 @@ class TextToEncode(msgspec.Struct, frozen=True):
     add_special_tokens: bool = True
     tools: Sequence[Mapping[str, Any]] | None = None
     template_options: Mapping[str, Any] = {}
+    tenant: str = ""
+    must_fit: bool = False
 
     @classmethod
     def of(cls, call: Call) -> TextToEncode:
         """The conversation of a call."""
-        return cls(messages=call.messages, tools=call.tools, template_options=call.template_options)
+        return cls(
+            messages=call.messages,
+            tools=call.tools,
+            template_options=call.template_options,
+            tenant=call.params.tenant,
+        )
 
 
 class Generation(Protocol):
@@ -222,6 +229,7 @@ class Backend(Protocol):
 
         Raises:
             InputError, UnavailableError: see `open`.
+            ContextLengthError: the same, of a text that must fit the context.
         """
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:

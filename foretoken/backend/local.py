@@ -33,7 +33,14 @@ from foretoken.engine.llm import LLM
 from foretoken.engine.request import GenerateOutput
 from foretoken.engine.ticket import Ticket
 from foretoken.engine_config import EngineConfig
-from foretoken.errors import CheckpointError, InputError, SpeculationWarning, StorageError, UnsupportedModelError
+from foretoken.errors import (
+    CheckpointError,
+    ContextLengthError,
+    InputError,
+    SpeculationWarning,
+    StorageError,
+    UnsupportedModelError,
+)
 from foretoken.model.advised import advised_sampling
 from foretoken.model.interface import LanguageModel
 from foretoken.text.chat_template import takes_tools
@@ -170,14 +177,17 @@ class LocalBackend:
 
     async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend.tokenize`."""
+        llm = self.engine.llm
 
         def encode() -> list[int]:
             if text.messages is not None:
-                return self.engine.llm.encode_chat(text.messages, text.tools, text.template_options)
+                return llm.encode_chat(text.messages, text.tools, text.template_options, must_fit=text.must_fit)
+            if text.must_fit:
+                return llm.encode_prompt(text.prompt or "", text.add_special_tokens)
             tokenizer = self._tokenizer("prompt", text.prompt)
             return tokenizer.encode(text.prompt or "", text.add_special_tokens)
 
-        return await self.engine.in_thread(encode)
+        return await self.engine.in_thread(encode, text.tenant)
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
@@ -200,16 +210,20 @@ class LocalBackend:
     def _encode_all(self, call: Call) -> list[list[int]]:
         llm = self.engine.llm
         if call.messages is not None:
-            return [llm.encode_chat(call.messages, call.tools, call.template_options)]
-        return [llm.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in call.prompts]
+            return [llm.encode_chat(call.messages, call.tools, call.template_options, must_fit=True)]
+        return [llm.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in call.prompts]
 
     def _predicted(self, call: Call) -> tuple[int, ...]:
         """The tokens of the prediction."""
         if not call.prediction:
             return ()
-        ids = self.engine.llm.encode_plain("prediction", call.prediction)
+        remedy = f"must have at most {self._info.max_model_len} tokens"
+        try:
+            ids = self.engine.llm.encode_plain("prediction", call.prediction)
+        except ContextLengthError as error:
+            raise InputError("prediction", error.value, remedy) from None
         if len(ids) > self._info.max_model_len:
-            raise InputError("prediction", len(ids), f"must have at most {self._info.max_model_len} tokens")
+            raise InputError("prediction", len(ids), remedy)
         return tuple(ids)
 
 

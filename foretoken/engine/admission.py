@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Request
+from foretoken.engine.lengths import check_length
 from foretoken.engine.request import PreparedRequest, TextAssembler
-from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError
+from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.kernels.sampling import runs_on
 from foretoken.model.interface import LanguageModel
 from foretoken.text.detokenizer import Detokenizer
@@ -60,12 +61,7 @@ def check_request(
         raise InputError("prompt", list(prompt_ids), "is empty; give at least one token")
     check_tokens("prompt", prompt_ids, target.vocab_size)
     context = target.max_context_tokens
-    if len(prompt_ids) >= context:
-        raise ContextLengthError(
-            "prompt",
-            f"{len(prompt_ids)} tokens",
-            f"the context holds {context} tokens; shorten the prompt to at most {context - 1}",
-        )
+    check_length(len(prompt_ids), context)
     if params.stop_strings and not has_text:
         raise InputError(
             "stop",

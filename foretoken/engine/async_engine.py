@@ -180,7 +180,9 @@ class AsyncEngine(Uncopied):
         Raises:
             InputError, CheckpointError: see `LLM.chat`; also as `submit`.
         """
-        return await self.generate(await self.in_thread(lambda: self.llm.encode_chat(messages, tools)), params, spec)
+        tenant = "" if params is None else params.tenant
+        prompt = await self.in_thread(lambda: self.llm.encode_chat(messages, tools, must_fit=True), tenant)
+        return await self.generate(prompt, params, spec)
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel the request of a ticket, from any thread; one that has ended is not changed."""

@@ -205,7 +205,7 @@ class LLM(BetweenRequests, Uncopied):
             CheckpointError: the template is broken.
         """
         self._check_free()
-        prompts = [self.encode_chat(conversation, tools) for conversation in as_conversations(messages)]
+        prompts = [self.encode_chat(conversation, tools, must_fit=True) for conversation in as_conversations(messages)]
         return self.generate(prompts, params, spec, on_step)
 
     def render_chat(
@@ -228,23 +228,39 @@ class LLM(BetweenRequests, Uncopied):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        must_fit: bool = False,
     ) -> list[int]:
         """Token ids of `render_chat`, a prompt for `generate`; special tokens that a message spells are text.
 
+        `must_fit`: see `encode_prompt`.
+
         Raises:
-            InputError, CheckpointError: see `chat`.
+            InputError, CheckpointError, ContextLengthError: see `chat`.
         """
-        self._check_open()
-        return self._encoder.encode_chat(messages, tools, options)
+        target = self._check_open().engine.target
+        return self._encoder.encode_chat(messages, tools, options, target.max_context_tokens if must_fit else None)
 
     def encode_plain(self, field: str, text: str) -> list[int]:
         """Token ids of a text without special tokens, to which none is added; `field` names it in errors.
 
         Raises:
             InputError: not a text, or the folder has no tokenizer.
+            ContextLengthError: it is many times longer than the context.
         """
-        self._check_open()
-        return self._encoder.encode_plain(field, text)
+        target = self._check_open().engine.target
+        return self._encoder.encode_plain(field, text, target.max_context_tokens)
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`encode` for a text that is to be answered: one that is many times longer than the context is refused before
+        all of it is encoded, with a number of tokens that it has at least.
+
+        Raises:
+            InputError, MismatchError: see `encode`.
+            ContextLengthError: it leaves no room for a token of the answer.
+        """
+        target = self._check_open().engine.target
+        return self._encoder.encode(text, target.max_context_tokens, add_special_tokens)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
@@ -362,7 +378,7 @@ class LLM(BetweenRequests, Uncopied):
         check_types(params, spec)
         spec = self._open_loader().with_head_kind(spec)
         self.prepare(spec.for_request(params.prediction))
-        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         with own_modes():
             return self.engine.admission.prepare(ids, params, spec, arrived_s)
 
@@ -371,7 +387,7 @@ class LLM(BetweenRequests, Uncopied):
     ) -> list[PreparedRequest]:
         """`prepare_request` for each of the `n` answers to a prompt, which is tokenised once."""
         check_types(params, spec)
-        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         return [self.prepare_request(ids, one, spec, arrived_s) for one in each_answer(params)]
 
     def has_drafters(self, spec: SpecConfig) -> bool:

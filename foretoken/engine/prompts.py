@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from foretoken.engine.lengths import check_length
 from foretoken.errors import InputError, MismatchError
 from foretoken.params import check_text
 from foretoken.text.chat_template import takes_parts, takes_tools
@@ -18,6 +19,9 @@ _TOOL_ROLES = ("tool", "function")
 _MEDIA = re.compile(r"image|audio|video")  # in the type of a part: image_url, input_audio
 _TOOL_KEYS = ("tool_calls", "tool_call_id", "function_call")  # of a message
 
+# A prompt that has more times as many tokens as the context is refused without a count of all of them.
+_MANY_TIMES = 4
+_AT_SEAM = 8  # tokens that a part of a conversation may have fewer beside the part in front of it
 _HEAD = "\n"  # in front of a part of a text, which SentencePiece would otherwise begin with a space of its own
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters: Unicode keeps them for such use, no text has them
 
@@ -193,21 +197,30 @@ def check_template_values(tools: object, options: object) -> None:
 
 
 class PromptEncoder:
-    """Turns texts and conversations into token ids of the model in `folder`. May be used from several threads."""
+    """Turns texts and conversations into token ids of the model in `folder`. May be used from several threads.
+
+    `context`, where it is given, is the number of tokens that the result must stay below: what is many times longer is
+    refused before all of it is encoded, which would take minutes that nothing can cut short.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, folder: Path, vocab_size: int) -> None:
         self._tokenizer, self._folder, self._vocab_size = tokenizer, folder, vocab_size
 
-    def encode(self, text: object) -> list[int]:
+    def encode(self, text: object, context: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds.
 
         Raises:
             InputError: not a text, or the folder has no tokenizer.
             MismatchError: the tokenizer writes a token that the model does not have.
+            ContextLengthError: `context` tokens or more.
         """
         if not isinstance(text, str):
             raise InputError("text", text, "must be a text")
-        return self._encode("prompt", text, add_special_tokens=True)
+        self._check_minimum("prompt", text, context)
+        ids = self._encode("prompt", text, add_special_tokens)
+        if context is not None:
+            check_length(len(ids), context)
+        return ids
 
     def render_chat(
         self,
@@ -241,12 +254,13 @@ class PromptEncoder:
         messages: object,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        context: int | None = None,
     ) -> list[int]:
         """Token ids of `render_chat`; the template writes its own begin-of-text token, so none is added. Special tokens
         in the messages and tools are text: only the template writes special tokens.
 
         Raises:
-            InputError, CheckpointError, MismatchError: see `render_chat`, `encode`.
+            InputError, CheckpointError, MismatchError, ContextLengthError: see `render_chat`, `encode`.
         """
         specials = () if self._tokenizer is None else self._tokenizer.special_texts
         with _shallow():
@@ -254,7 +268,12 @@ class PromptEncoder:
         text = self.render_chat(quoted.messages, quoted.tools, options)
         ids: list[int] = []
         for part, is_plain in quoted.parts(text):
+            if context is not None and len(ids) > _MANY_TIMES * context:
+                check_length(len(ids), context, is_minimum=True)
+            self._check_minimum("messages", part, context, is_plain)
             ids += self._encode_part(part, is_plain, is_first=not ids)
+        if context is not None:
+            check_length(len(ids), context)
         return ids
 
     def _encode_part(self, part: str, is_plain: bool, is_first: bool) -> list[int]:
@@ -268,13 +287,21 @@ class PromptEncoder:
                 return found[len(begun) :]
         return self._encode("messages", part, add_special_tokens=False, is_plain=is_plain)
 
-    def encode_plain(self, field: str, text: str) -> list[int]:
+    def encode_plain(self, field: str, text: str, context: int | None = None) -> list[int]:
         """Token ids of a text in which nothing is a special token; `field` names it in errors.
 
         Raises:
-            InputError, MismatchError: see `encode`.
+            InputError, MismatchError, ContextLengthError: see `encode`.
         """
+        self._check_minimum(field, text, context, is_plain=True)
         return self._encode(field, text, add_special_tokens=False, is_plain=True)
+
+    def _check_minimum(self, field: str, text: str, context: int | None, is_plain: bool = False) -> None:
+        """Refuse a text that cannot stay below `context` tokens, as far as that is known without encoding it."""
+        if context is not None:
+            check_text(field, text)
+            least = self._of_field(field, text).min_num_tokens(text, context + _AT_SEAM, is_plain) - _AT_SEAM
+            check_length(least, context, is_minimum=True)
 
     def _encode(self, field: str, text: object, add_special_tokens: bool, is_plain: bool = False) -> list[int]:
         if not isinstance(text, str):

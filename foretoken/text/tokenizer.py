@@ -26,6 +26,7 @@ from foretoken.params import check_text
 from foretoken.text.chat_template import chat_templates, cut_at_mark, marked_last, render
 from foretoken.text.gguf_tokenizer import read_tokenizer
 from foretoken.text.token_bytes import literal_ids, token_writer
+from foretoken.text.token_count import TokenCounter
 
 _OTHER_FILES = (
     "tokenizer.model",
@@ -47,6 +48,7 @@ class _Backend(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def encode_plain(self, text: str) -> list[int]: ...
+    def min_num_tokens(self, text: str, enough: int, is_plain: bool) -> int: ...
     def decode(self, ids: Sequence[int], has_specials: bool) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def vocabulary(self) -> dict[str, int]: ...
@@ -87,6 +89,16 @@ class Tokenizer:
         if not any(special in text for special in self.special_texts):
             return self._backend.encode(text, False)
         return self._backend.encode_plain(text)
+
+    def min_num_tokens(self, text: str, enough: int, is_plain: bool = False) -> int:
+        """A number of tokens that a long text has in any case, found in a time that grows with `enough` and not with
+        the text: nothing more is looked for. 0 where nothing is certain. `is_plain`: as `encode_plain` reads it.
+
+        Raises:
+            InputError: see `encode`.
+        """
+        check_text("text", text)
+        return self._backend.min_num_tokens(text, enough, is_plain)
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
@@ -311,6 +323,7 @@ class _Fast:
         inner.no_truncation()  # some files ask for it; a prompt must never be shortened in silence
         inner.no_padding()
         self._plain: tokenizers.Tokenizer | None = None  # a copy that reads special tokens as text
+        self._counter: TokenCounter | None = None
         added = inner.get_added_tokens_decoder()
         self._literal = literal_ids(
             self.decoder(), {number: token.content for number, token in added.items() if not token.special}
@@ -320,11 +333,21 @@ class _Fast:
         return self._ids(self._inner, text, add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
+        return self._ids(self._plain_copy(), text, False)
+
+    def min_num_tokens(self, text: str, enough: int, is_plain: bool) -> int:
+        if self._counter is None:
+            self._counter = TokenCounter(self._inner)
+        inner = self._plain_copy() if is_plain else self._inner
+        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
+            return self._counter.minimum(inner, text, enough)
+
+    def _plain_copy(self) -> tokenizers.Tokenizer:
         if self._plain is None:
             plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
             plain.encode_special_tokens = True
             self._plain = plain
-        return self._ids(self._plain, text, False)
+        return self._plain
 
     def _ids(self, inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
@@ -382,6 +405,9 @@ class _Slow:
 
     def encode_plain(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def min_num_tokens(self, text: str, enough: int, is_plain: bool) -> int:  # noqa: ARG002 - the protocol's
+        return 0
 
     def decode(self, ids: Sequence[int], has_specials: bool) -> str:
         known = [token_id for token_id in ids if self.token(token_id) is not None]

@@ -58,7 +58,7 @@ def test_a_traced_call_keeps_its_rounds_where_another_ends_while_it_is_queued(
 
 
 def test_a_request_arrives_before_its_prompt_is_tokenised(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, encode, prepare = engine.llm, engine.llm.encode, engine.llm.engine.admission.prepare
+    llm, encode, prepare = engine.llm, engine.llm.encode_prompt, engine.llm.engine.admission.prepare
     encoded_s, arrived_s = list[float](), list[float]()
 
     def timed(text: str) -> list[int]:
@@ -70,7 +70,7 @@ def test_a_request_arrives_before_its_prompt_is_tokenised(engine: AsyncEngine, m
         arrived_s.append(prepared.arrived_s)
         return prepared
 
-    monkeypatch.setattr(llm, "encode", timed)
+    monkeypatch.setattr(llm, "encode_prompt", timed)
     monkeypatch.setattr(llm.engine.admission, "prepare", noted)
     params = SamplingParams(max_tokens=1)
     asyncio.run(events_of(LocalBackend(engine, "reference"), Call(params, PROMPTS[:1], spec=SpecConfig())))

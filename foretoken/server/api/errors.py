@@ -210,6 +210,17 @@ def of_exception(error: Exception, retry_after_s: int) -> ApiError:
     return final(500, "internal_error", "the server failed to answer this request")
 
 
+def of_length(
+    error: errors.ContextLengthError, n_ctx: int, max_tokens: int | None = None, param: str = "prompt"
+) -> ApiError:
+    """The API's error for a prompt that does not fit into a context of `n_ctx` tokens."""
+    made = ApiError(400, "context_length_exceeded", str(error), param)
+    found = re.match(r"\d+", str(error.value))
+    made.extra |= {"n_ctx": n_ctx} | ({} if max_tokens is None else {"max_tokens": max_tokens})
+    made.extra |= {} if found is None else {"n_prompt_tokens": int(found.group())}
+    return made
+
+
 def of_failure(event: AnswerFailed) -> ApiError:
     """The API's error for an answer that failed inside the engine."""
     if event.field:  # found out on the way, such as a structure that has no room for `min_tokens`

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, Coroutine, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from foretoken.server.api.errors import (
     later,
     of_exception,
     of_failure,
+    of_length,
     unavailable,
 )
 from foretoken.server.record import RECORDED_KEY, RequestObserver, RequestRecord, caller_of, request_id_of
@@ -254,13 +254,10 @@ class Exchange:
     def _refusal(self, error: ForetokenError) -> ApiError:
         if isinstance(error, UnavailableError) and self.api.backend.state != "ready":
             return unavailable(self.api.backend.state, self.api.config.retry_after_s)
-        made = of_exception(error, self.api.config.retry_after_s)
         if isinstance(error, ContextLengthError):
-            found = re.match(r"\d+", str(error.value))
-            made.extra |= {"n_ctx": self.info.max_model_len, "max_tokens": self.call.params.max_tokens}
-            made.extra |= {} if found is None else {"n_prompt_tokens": int(found.group())}
-            made.param = "prompt" if self.call.messages is None else "messages"
-        return made
+            param = "prompt" if self.call.messages is None else "messages"
+            return of_length(error, self.info.max_model_len, self.call.params.max_tokens, param)
+        return of_exception(error, self.api.config.retry_after_s)
 
     def _leave_error(self, reason: str) -> ApiError:
         if reason not in _LEFT:

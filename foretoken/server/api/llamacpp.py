@@ -41,11 +41,14 @@ from foretoken.server.api.llamacpp_request import (
     prompts_of,
 )
 from foretoken.server.api.openai import fill_ids
+from foretoken.server.api.prompt_ids import TextReader
 from foretoken.server.api.schemas import ChatRequest
 from foretoken.server.api.streaming import PieceGroup
 from foretoken.server.api.usage import timings
 from foretoken.server.api.writer import BUILD, AnswerWriter, chat_logprobs
+from foretoken.server.record import caller_of
 
+_MANY_TIMES = 4  # a prompt in parts that has more times as many tokens as the context is not read to its end
 _FIELDS = {"code": {"type": "integer"}, "message": {"type": "string"}}
 _ERRORS = error_responses(object_schema({"error": object_schema(_FIELDS, ["code", "message", "type", "param"])}))
 # The paths of /tokenize and /detokenize are our own routes' too, and so are their errors.
@@ -66,7 +69,8 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
         terms = terms_of(api, body, request.scope)
         parts, is_list = prompts_of(body.prompt)
         check_num_prompts(parts, api.config)
-        prompts = [await _ids(api, one) for one in parts]
+        reader = TextReader.of_prompt(api, terms)
+        prompts = [await _ids(reader, one) for one in parts]
         return await _answer(api, request, body, terms, prompts, is_list)
 
     for path in ("/completion", "/completions"):
@@ -78,8 +82,9 @@ def llama_router(api: Api, openai: Sequence[APIRouter]) -> APIRouter:
     async def infill(body: InfillRequest, request: Request) -> Response:
         terms = terms_of(api, body, request.scope)
         before = "".join(f"--- {one.filename} ---\n{one.text}\n" for one in body.input_extra) + body.input_prefix
-        filled = await fill_ids(api, terms.info, before, body.input_suffix)
-        prompt = [*filled, *await _ids(api, [body.prompt], False)]
+        reader = TextReader.of_prompt(api, terms)
+        filled = await fill_ids(reader, terms.info, before, body.input_suffix)
+        prompt = [*filled, *await _ids(reader, [body.prompt], False)]
         return await _answer(api, request, body, terms, [prompt], False)
 
     _add_texts(router, api)
@@ -114,8 +119,9 @@ def _add_texts(router: APIRouter, api: Api) -> None:
         )
 
     @router.post("/tokenize", summary="Token ids of a text, as llama.cpp has it", responses=_OWN_ERRORS)
-    async def tokenize(body: PiecesRequest) -> Response:
-        tokens = await _ids(api, [body.content], body.add_special)
+    async def tokenize(body: PiecesRequest, request: Request) -> Response:
+        reader = TextReader(api, caller_of(request.scope).tenant)
+        tokens = await _ids(reader, [body.content], body.add_special)
         if not body.with_pieces:
             return json_response({"tokens": tokens})
         pieces = await _pieces(api, set(tokens))
@@ -162,13 +168,13 @@ def _add_state(router: APIRouter, api: Api) -> None:
         return json_response(made)
 
 
-async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -> list[int]:
+async def _ids(reader: TextReader, parts: Sequence[str | int], add_special: bool = True) -> list[int]:
     """Token ids of a prompt; what begins every text stands before its first part, if that is a text.
 
     Raises:
-        ApiError: there are more parts than the context has tokens.
+        ApiError: there are more parts than the context has tokens, or one does not fit.
     """
-    most = api.ready_info().max_model_len
+    most = reader.api.ready_info().max_model_len
     parts = [part for place, part in enumerate(parts) if part != "" or place == 0]
     if len(parts) > most:
         message = f"prompt: has {len(parts)} parts, and the context holds {most} tokens"
@@ -176,9 +182,11 @@ async def _ids(api: Api, parts: Sequence[str | int], add_special: bool = True) -
     made: list[int] = []
     for place, part in enumerate(parts):
         if isinstance(part, str):
-            made += await api.backend.tokenize(TextToEncode(part, add_special_tokens=add_special and place == 0))
+            made += await reader.ids(part, add_special and place == 0)
         else:
             made.append(part)
+        if len(made) > _MANY_TIMES * most:
+            reader.check_fits(len(made), most)
     return made
 
 
@@ -203,17 +211,17 @@ async def _front(api: Api) -> tuple[list[int], int]:
     """Tokens to stand in front of others, and the length of their text: llama.cpp joins what tokens write inside a
     text, and at its beginning SentencePiece's decoder would drop the space of a word.
     """
-    front = await _ids(api, ["a"], add_special=False)
+    front = await _ids(TextReader(api), ["a"], add_special=False)
     return front, len(await _text(api, front))
 
 
-async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
+async def _biases(reader: TextReader, body: LlamaFields) -> dict[int, float]:
     """The biases by token id: a text is all of its tokens, a text of digits in an object is an id."""
-    check_num_biases(body.logit_bias, api.config)
+    check_num_biases(body.logit_bias, reader.api.config)
     found: dict[int, float] = {}
     for key, bias in body.logit_bias or ():
         is_id = isinstance(key, int) or (key.isascii() and key.isdecimal() and len(key) <= 10)
-        for token in [int(key)] if is_id else await _ids(api, [key], False):
+        for token in [int(key)] if is_id else await _ids(reader, [key], False):
             if token < 0:
                 raise invalid("logit_bias", "token ids must be at least 0", token)
             found[token] = bias
@@ -223,7 +231,8 @@ async def _biases(api: Api, body: LlamaFields) -> dict[int, float]:
 async def _answer(
     api: Api, request: Request, body: LlamaFields, terms: Terms, prompts: Sequence[list[int]], is_list: bool
 ) -> Response:
-    asked = as_completion(body, prompts, await _biases(api, body), terms.config)
+    biases = await _biases(TextReader.of_prompt(api, terms), body)
+    asked = as_completion(body, prompts, biases, terms.config)
     call = completion_call(asked, terms, terms.config.default_max_tokens)
     exchange = Exchange(api, request.scope, call, terms.info, bool(body.stream))
     texts = [await _text(api, prompt) if terms.info.has_tokenizer else "" for prompt in prompts]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from foretoken import __version__
@@ -29,6 +29,7 @@ from foretoken.server.api.exchange import Api
 from foretoken.server.api.messages import checked_messages
 from foretoken.server.api.speculation import offered_specs
 from foretoken.server.life.wire import plain
+from foretoken.server.record import caller_of
 
 _DEAD = ("failed", "restarting")
 MAX_DETOKENIZED = 1 << 20  # tokens of one request
@@ -153,7 +154,7 @@ def tokenization_router(api: Api) -> APIRouter:
         return router  # its routes of the same paths stand in their place
 
     @router.post("/tokenize", summary="Token ids of a text or a conversation")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         info = _info(api)
         check_model(body.model, info, api.config)
         if (body.prompt is None) == (body.messages is None):
@@ -165,7 +166,8 @@ def tokenization_router(api: Api) -> APIRouter:
             raise invalid("continue_final_message", "and add_generation_prompt exclude each other; set one of them")
         names = ("add_generation_prompt", "continue_final_message")
         options = {name: value for name in names if (value := getattr(body, name)) is not None}
-        text = TextToEncode(body.prompt, messages, body.add_special_tokens, template_options=options)
+        tenant = caller_of(request.scope).tenant
+        text = TextToEncode(body.prompt, messages, body.add_special_tokens, template_options=options, tenant=tenant)
         tokens = await api.backend.tokenize(text)
         return json_response({"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens})
 

@@ -87,7 +87,7 @@ def ollama_router(api: Api) -> APIRouter:
 async def _prompt_call(api: Api, body: OllamaGenerate, terms: Terms) -> Call:
     """A prompt is the message of a user, where the model has a chat template and nothing says that it is whole."""
     if body.raw or body.suffix or not terms.info.has_chat_template:
-        completion = await with_suffix(api, as_completion(body), terms.info)
+        completion = await with_suffix(api, as_completion(body), terms)
         return completion_call(completion, terms, terms.config.default_max_tokens)
     return chat_call(as_prompted_chat(body), terms)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from foretoken.backend.call import AnswerEnded, ModelInfo, TextToEncode, TokenEvent
+from foretoken.backend.call import AnswerEnded, ModelInfo, TokenEvent
 from foretoken.server.api.body import JsonRoute
-from foretoken.server.api.call import chat_call, check_num_prompts, completion_call, terms_of
+from foretoken.server.api.call import Terms, chat_call, check_num_prompts, completion_call, terms_of
 from foretoken.server.api.errors import unsupported
 from foretoken.server.api.exchange import Api, Exchange
 from foretoken.server.api.messages import shaper_of
+from foretoken.server.api.prompt_ids import TextReader
 from foretoken.server.api.schemas import ChatRequest, CompletionRequest
 from foretoken.server.api.streaming import PieceGroup
 from foretoken.server.api.token_texts import TextDivision
@@ -47,7 +48,7 @@ def completion_router(api: Api) -> APIRouter:
         info = terms.info
         if body.stream and body.echo and body.logprobs is not None:
             raise unsupported("echo", "with logprobs is not streamed; leave stream out")
-        body = await with_suffix(api, body, info)
+        body = await with_suffix(api, body, terms)
         call = completion_call(body, terms)
         exchange = Exchange(api, request.scope, call, info, bool(body.stream))
         echoed = [await _echoed(api, info, prompt) for prompt in (body.prompt if body.echo else ())]
@@ -184,7 +185,7 @@ def _logprobs(text: str, tokens: Sequence[TokenEvent], texts: TextDivision) -> d
     return completion_logprobs(tokens, [one.start for one in texts.divide(text, tokens)])
 
 
-async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> CompletionRequest:
+async def with_suffix(api: Api, body: CompletionRequest, terms: Terms) -> CompletionRequest:
     """The request with its suffix among the token ids of each prompt.
 
     Raises:
@@ -195,20 +196,21 @@ async def with_suffix(api: Api, body: CompletionRequest, info: ModelInfo) -> Com
     if body.echo:
         raise unsupported("echo", "cannot stand beside suffix; leave one of them out")
     check_num_prompts(body.prompt, api.config)
-    filled = [await fill_ids(api, info, prompt, body.suffix) for prompt in body.prompt]
+    reader = TextReader.of_prompt(api, terms, body.max_tokens)
+    filled = [await fill_ids(reader, terms.info, prompt, body.suffix) for prompt in body.prompt]
     return body.model_copy(update={"prompt": filled, "suffix": None})
 
 
-async def fill_ids(api: Api, info: ModelInfo, prefix: str | Sequence[int], suffix: str) -> list[int]:
+async def fill_ids(reader: TextReader, info: ModelInfo, prefix: str | Sequence[int], suffix: str) -> list[int]:
     """The prompt after which the model writes what stands between two texts.
 
     Raises:
-        ApiError: the model has no tokens for it.
+        ApiError: the model has no tokens for it, or a text does not fit.
     """
     if info.fim_tokens is None:
         raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")
     before_prefix, before_suffix, before_middle = info.fim_tokens
-    behind = await api.backend.tokenize(TextToEncode(suffix, add_special_tokens=False))
+    behind = await reader.ids(suffix)
     if isinstance(prefix, str):
-        prefix = await api.backend.tokenize(TextToEncode(prefix, add_special_tokens=False))
+        prefix = await reader.ids(prefix)
     return [*before_prefix, *prefix, before_suffix, *behind, before_middle]

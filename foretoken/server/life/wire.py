@@ -27,8 +27,8 @@ from foretoken.field_text import from_mapping
 
 Number = int | float
 
-# Measures such as "4097 tokens" hold nothing of a request's text.
-_MEASURE = re.compile(r"[\d.,]{1,24}( (tokens|bytes|characters|seconds))?")
+# Measures such as "4097 tokens" or "9000 tokens or more" hold nothing of a request's text.
+_MEASURE = re.compile(r"[\d.,]{1,24}( (tokens|bytes|characters|seconds)( or more)?)?")
 _OWN = ("field", "value", "remedy")  # attributes of an `InputError` that have a place of their own
 _LENGTH_BYTES = 4
 # Far above a prompt of a million tokens or the log-probabilities of one; below what a broken length would ask for.
