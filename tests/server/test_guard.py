@@ -381,3 +381,44 @@ def test_wrong_settings_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(InputError) as caught:
         GuardConfig(**options)
     assert caught.value.field == next(iter(options))
+
+
+def test_bodies_have_a_limit_together() -> None:
+    """1024 connections with the longest body each would be 32 GB; a small request passes beside them."""
+    free, size = 64 << 10, 1 << 20
+
+    async def play() -> None:
+        waits, held = asyncio.Event(), list[bytes]()
+
+        async def holding(scope: Any, receive: Any, send: Any) -> None:
+            """Reads the body, and answers when it may."""
+            body, is_open = b"", True
+            while is_open:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return
+                body, is_open = body + message["body"], message["more_body"]
+            held.append(body)
+            if len(body) > free:
+                await waits.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        app = Guard(holding, GuardConfig(max_total_body_bytes=3 * size))
+        large = [b"x" * (free + size // 2), b"x" * (size // 2)]
+
+        def sent(*parts: bytes) -> asyncio.Task[Reply]:
+            return asyncio.create_task(ask(app, scope_of("POST", "/v1"), *parts))
+
+        begun = [sent(*large) for _ in range(3)]
+        while len(held) < 3:
+            await asyncio.sleep(0)
+        refused = await sent(*large)
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "rate_limited", "1")
+        assert (await sent(b"y" * free)).status == 200
+        waits.set()
+        assert [reply.status for reply in await asyncio.gather(*begun)] == [200] * 3
+        assert (await sent(*large)).status == 200  # all was given back
+        assert (await sent(b"x" * (8 * size))).status == 200  # nobody else is there
+
+    asyncio.run(play())

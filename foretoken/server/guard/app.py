@@ -15,7 +15,7 @@ from typing import Literal
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.api.envelopes import envelope, id_headers
-from foretoken.server.api.errors import ApiError, final, json_response
+from foretoken.server.api.errors import ApiError, final, json_response, later
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.keys import Identity, KeyRing, key_ring
 from foretoken.server.guard.origins import Headers, Origins, values_of
@@ -44,6 +44,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, config: GuardConfig) -> None:
         self._app, self._config, self._keys, self._origins = app, config, key_ring(config), Origins(config)
+        self._bodies = HeldBodies(config.max_total_body_bytes)
         self._public = PUBLIC_PATHS | (METRICS_PATHS if config.metrics_public else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +57,7 @@ class Guard:
             return
         headers: Headers = scope["headers"]
         added = [*_SAFE_HEADERS, *self._origins.response_headers(headers)]
-        request = GuardedRequest(scope, receive, send, self._config, added)
+        request = GuardedRequest(scope, receive, send, self._config, added, self._bodies)
         refusal = self._of_headers(scope)
         if refusal is None and self._origins.is_preflight(scope["method"], headers):
             await self._answer_preflight(request, headers)
@@ -74,6 +75,8 @@ class Guard:
         except Exception:  # what an application raises whose client seems to have left; it was answered here
             if not request.is_refused:
                 raise
+        finally:
+            request.let_go()
 
     async def _answer_preflight(self, request: GuardedRequest, headers: Headers) -> None:
         answer = [*self._origins.preflight_headers(headers), (b"content-length", b"0")]
@@ -147,6 +150,29 @@ def identify(keys: KeyRing, headers: Headers) -> Identity | None:
 _LINGER_S = 2.0  # how long a refused client may go on sending before its connection is closed
 
 
+_FREE_BODY_BYTES = 64 << 10  # of each body: small requests pass while others' large ones fill the room
+
+
+class HeldBodies:
+    """Counts the bytes of bodies that are held at once, against a limit of `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+
+    def take(self, num_bytes: int, num_own: int) -> ApiError | None:
+        """Count more bytes of a body that has `num_own` so far; an error where there is no room beside the others."""
+        if num_bytes and self._num_bytes > num_own and self._num_bytes + num_bytes > self._max_bytes:
+            message = f"the bodies of all requests have {self._max_bytes} bytes together: come again later"
+            return later(503, "rate_limited", message, retry_after_s=1)
+        self._num_bytes += num_bytes
+        return None
+
+    def give_back(self, num_bytes: int) -> None:
+        """The bytes of a body are no longer held."""
+        self._num_bytes -= num_bytes
+        assert self._num_bytes >= 0
+
+
 class GuardedRequest:
     """`receive` and `send` of one request for the application behind the guard.
 
@@ -154,10 +180,19 @@ class GuardedRequest:
     sends is dropped.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: GuardConfig, added_headers: Headers) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        config: GuardConfig,
+        added_headers: Headers,
+        bodies: HeldBodies,
+    ) -> None:
         self._scope, self._receive, self._send, self._config = scope, receive, send, config
         self._headers: Headers = scope["headers"]
         self._added_headers = list(added_headers)
+        self._bodies, self._num_held = bodies, 0
         self._num_bytes = 0
         self._began_s = asyncio.get_running_loop().time()
         self._is_complete = False  # the whole body was read
@@ -183,7 +218,23 @@ class GuardedRequest:
             if self._num_bytes > self._config.max_body_bytes:
                 await self.refuse(body_too_large(self._num_bytes, self._config.max_body_bytes))
                 return {"type": "http.disconnect"}
+            if (full := self._hold()) is not None:
+                await self.refuse(full)
+                return {"type": "http.disconnect"}
         return message
+
+    def let_go(self) -> None:
+        """The application is done with the request, and with its body."""
+        self._bodies.give_back(self._num_held)
+        self._num_held = 0
+
+    def _hold(self) -> ApiError | None:
+        """Count what was read of the body; an error where there is no room for it."""
+        wanted = max(0, self._num_bytes - _FREE_BODY_BYTES) - self._num_held
+        full = self._bodies.take(wanted, self._num_held)
+        if full is None:
+            self._num_held += wanted
+        return full
 
     async def send(self, message: Message) -> None:
         """Pass on what the application answers, with the added headers."""

@@ -27,6 +27,8 @@ class GuardConfig:
     - `allowed_hosts`: without port; on a public address an empty list allows all of them.
     - `cors_origins`: "*" is every origin.
     - `max_body_bytes`: a longer body is refused with 413 as soon as it is known to be longer.
+    - `max_total_body_bytes`: of all requests that are read or answered, the first 64 KiB of each not counted. A request
+      that would go beyond it is refused with 503, unless it is the only one.
     - `max_header_bytes`: with the request line (431).
     - `header_timeout_s`: from the first byte of a request; then the connection is closed.
     - `body_timeout_s`: from the end of the headers; then 408.
@@ -70,6 +72,10 @@ class GuardConfig:
     )
     # No context of tokens is longer, and images are not taken.
     max_body_bytes: int = field(default=32 * MIB, metadata=_option("Longest body of a request."))
+    # A body takes several times its bytes while it is read and answered: more would fill the memory of small machines.
+    max_total_body_bytes: int = field(
+        default=512 * MIB, metadata=_option("Most bytes of the bodies of all requests at once.")
+    )
     # Far above any client's, far below what would fill the memory.
     max_header_bytes: int = field(default=64 * KIB, metadata=_option("Longest header block of a request."))
     max_headers: int = field(default=256, metadata=_option("Most headers of a request."))
@@ -92,7 +98,8 @@ class GuardConfig:
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         for origin in self.cors_origins:
             _check_origin(origin)
-        for name in ("max_body_bytes", "max_header_bytes", "max_headers", "min_body_bytes_per_s", "max_connections"):
+        sizes = ("max_body_bytes", "max_total_body_bytes", "max_header_bytes", "min_body_bytes_per_s")
+        for name in (*sizes, "max_headers", "max_connections"):
             check_whole(name, getattr(self, name), low=1)
         for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s"):
             check_number(name, getattr(self, name), low=0.001, high=86_400.0)
