@@ -54,6 +54,18 @@ def stream(app: Any, path: str = TEXT, **body: Any) -> list[Any]:
     return events_of(run(read()))
 
 
+def answer_of(app: Any, path: str = TEXT, **body: Any) -> Any:
+    """A response that is not streamed."""
+
+    async def read() -> Any:
+        async with client_of(app) as client:
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+    return run(read())
+
+
 # ---- rules of section 6
 
 
@@ -113,6 +125,27 @@ def test_an_event_is_sent_for_each_verify_step_token_or_interval(backend: LocalB
     assert ids[0] == ids[1] == ids[2]
     assert text_of(by_step) == text_of(by_token) == text_of(by_time)
     assert sum(len(event["foretoken"]["trace"]) for event in by_time) == len(by_step)
+
+
+def test_the_ids_of_prompts_and_answers_are_in_every_response_that_asks_for_them() -> None:
+    """As in vLLM: a chat's prompt stands beside its choices, that of a text in the choice; in streams once."""
+    script = (Begun(((1, 2),)), piece(0, "a"), piece(1, "b"), ended(0, "a"), ended(1, "b"))
+    for path, body in ((CHAT, {"messages": [{"role": "user", "content": "a"}]}), (TEXT, {"prompt": "a"})):
+        for is_asked in (True, False):
+            app = create_app(FakeBackend(script), ApiConfig())
+            asked = {**body, "n": 2, "return_token_ids": is_asked}
+            whole, events = answer_of(app, path, **asked), stream(app, path, **asked)
+            choices = [choice for event in events for choice in event["choices"]]
+            assert all(("token_ids" in one) == is_asked for one in [*whole["choices"], *choices])
+            places = [whole, *events] if path == CHAT else [*whole["choices"], *choices]
+            found = [one["prompt_token_ids"] for one in places if "prompt_token_ids" in one]
+            num_expected = (2 if path == CHAT else 4) * is_asked
+            assert found == [[1, 2]] * num_expected
+            for index in range(2 * is_asked):
+                told = [token for one in choices if one["index"] == index for token in one["token_ids"]]
+                assert told == whole["choices"][index]["token_ids"] != []
+            if is_asked:
+                assert "prompt_token_ids" in (events[0] if path == CHAT else events[0]["choices"][0])
 
 
 def test_what_a_request_cost_is_said_once_though_both_answers_end_within_an_interval() -> None:

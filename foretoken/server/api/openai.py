@@ -104,6 +104,10 @@ class ChatChoices(ChoiceWriter):
             choices.append(choice | self.ids_of(progress.tokens) | self.of_choice(progress.ended))
         return choices
 
+    def of_prompt(self) -> dict[str, Any]:
+        """See `ChoiceWriter`: a chat has one prompt, whose ids stand beside the choices, as in vLLM."""
+        return {"prompt_token_ids": self.exchange.prompt_ids[0]} if self.body.return_token_ids else {}
+
     def _finished(self, event: AnswerEnded) -> tuple[list[dict[str, Any]], str]:
         """What was held back of an answer, and why it ended: "stop" where a stop string cut a call off, which a client
         would run after "tool_calls".
@@ -140,8 +144,8 @@ class TextChoices(ChoiceWriter):
     def opening(self) -> Iterator[dict[str, Any]]:
         """See `ChoiceWriter`."""
         for index in range(len(self._texts)):
-            if self._prompt_of(index):
-                yield _choice(index, self._prompt_of(index))
+            if self._prompt_of(index) or self.body.return_token_ids:
+                yield _choice(index, self._prompt_of(index)) | self._prompt_ids(index)
 
     def choice(self, group: PieceGroup) -> dict[str, Any] | None:
         """See `ChoiceWriter`."""
@@ -171,10 +175,14 @@ class TextChoices(ChoiceWriter):
                 starts = [one.start for one in TextDivision().divide(before, prompt)]
                 starts += [one.start for one in TextDivision(len(before)).divide(progress.text, progress.tokens)]
                 choice["logprobs"] = completion_logprobs([*prompt, *progress.tokens], starts)
-            if ids := self.ids_of(progress.tokens):
-                choice |= ids | {"prompt_token_ids": exchange.prompt_ids[index // self._n]}
+            choice |= self.ids_of(progress.tokens) | self._prompt_ids(index)
             choices.append(choice | self.of_choice(progress.ended))
         return choices
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.exchange.prompt_ids[index // self._n]}
 
 
 def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:

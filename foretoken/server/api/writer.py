@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -187,6 +188,10 @@ class ChoiceWriter(AnswerWriter):
     def choices(self) -> list[_Json]:
         """The choices of a response that is not streamed."""
 
+    def of_prompt(self) -> _Json:
+        """What a response, or the first event of a stream, tells of the prompt beside its choices."""
+        return {}
+
     @property
     def shows_tokens(self) -> bool:
         """Whether a chunk without text tells something."""
@@ -209,7 +214,7 @@ class ChoiceWriter(AnswerWriter):
 
     def whole(self) -> _Json:
         """See `AnswerWriter.whole`."""
-        head = {**self._head, "object": self._whole, "choices": self.choices()}
+        head = {**self._head, "object": self._whole, "choices": self.choices(), **self.of_prompt()}
         return {**head, "usage": self._usage(), **self.reports()}
 
     async def stream(self) -> AsyncGenerator[bytes]:
@@ -223,7 +228,8 @@ class ChoiceWriter(AnswerWriter):
 
     def begun(self) -> Iterable[bytes]:
         """See `AnswerWriter.begun`."""
-        return [self._encoded([choice]) for choice in self.opening()]
+        more = itertools.chain([self.of_prompt()], itertools.repeat(None))
+        return [self._encoded([one | self.ids_of(())], about) for one, about in zip(self.opening(), more, strict=False)]
 
     def piece(self, group: PieceGroup) -> Iterable[bytes]:
         """See `AnswerWriter.piece`."""
@@ -235,7 +241,7 @@ class ChoiceWriter(AnswerWriter):
 
     def ended(self, event: AnswerEnded) -> Iterable[bytes]:
         """See `AnswerWriter.ended`."""
-        last = self.last_choice(event) | self.of_choice(event)
+        last = self.last_choice(event) | self.ids_of(()) | self.of_choice(event)
         self._num_ended += 1
         is_last = self._num_ended == self.exchange.num_answers
         reports = self.reports(with_trace=False) if is_last and not self._options.include_usage else {}
