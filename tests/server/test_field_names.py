@@ -52,6 +52,31 @@ def test_errors_name_the_fields_as_they_were_sent(path: str, body: Any, param: s
     assert error.get("param", error.get("details", {}).get("param", param)) == param
 
 
+NAMED = {"type": "function", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "path", "message"),
+    [
+        (NAMED, CHAT, "tool_choice.function: Field required"),
+        ({"type": "function", "function": {"name": "f"}}, RESPONSES, "tool_choice.name: Field required"),
+        ({"type": "tool", "name": "f"}, RESPONSES, "tool_choice.type: Input should be 'function'"),
+        ({"type": "allowed_tools"}, CHAT, "tool_choice.allowed_tools: Field required"),
+        ("any", CHAT, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        ("any", RESPONSES, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        (5, CHAT, "tool_choice: Input should be 'none', 'auto' or 'required' (got 5)"),
+    ],
+)
+def test_the_error_of_a_tool_choice_speaks_of_the_form_that_was_sent(choice: Any, path: str, message: str) -> None:
+    body = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    if path == RESPONSES:
+        body = {"input": "a", "tools": [NAMED]}
+    ((status, answer),) = Trial().post(path, {**body, "tool_choice": choice})
+    assert status == 400
+    assert answer["error"]["message"].startswith(message)
+    assert answer["error"]["param"] == message.partition(":")[0]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body", "param"),

@@ -22,7 +22,9 @@ from foretoken.server.api.schemas import (
     Whole,
 )
 from foretoken.server.api.tools import (
+    ALLOWED,
     MAX_TOOLS,
+    NAMED,
     AllowedTools,
     AllowedToolsChoice,
     FunctionTool,
@@ -30,6 +32,8 @@ from foretoken.server.api.tools import (
     NamedToolChoice,
     Tool,
     ToolChoice,
+    ToolMode,
+    choice_tag,
 )
 
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")  # the second adds nothing here
@@ -88,6 +92,12 @@ class AllowedResponsesTools(RequestPart):
     tools: Annotated[ListOf[NamedResponsesTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
+ResponsesToolChoice = Annotated[
+    ToolMode | Annotated[NamedResponsesTool, Tag(NAMED)] | Annotated[AllowedResponsesTools, Tag(ALLOWED)],
+    Discriminator(choice_tag),
+]
+
+
 class ResponseTextFormat(RequestPart):
     """`text.format`, whose fields stand beside its type here."""
 
@@ -128,7 +138,7 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: TokenLimit | None = None
     tools: Annotated[ListOf[OfferedTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedResponsesTool | AllowedResponsesTools | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     top_logprobs: Whole | None = None

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 from pydantic_core import from_json
 
 from foretoken.server.api.body import ListOf, RequestPart
-from foretoken.server.api.errors import invalid, unsupported
+from foretoken.server.api.errors import UNION_MARK, invalid, unsupported
 from foretoken.server.api.forms import check_size, json_rule, lark_text
 from foretoken.server.api.tool_reader import CLOSE_TAG, OPEN_TAG, ToolStyle
 
@@ -66,7 +66,22 @@ class AllowedToolsChoice(RequestPart):
 
 
 ToolList = Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice
+MODE, NAMED, ALLOWED = UNION_MARK + "mode", UNION_MARK + "named", UNION_MARK + "allowed"
+
+
+def choice_tag(given: object) -> str:
+    """Which form of a `tool_choice` this is meant to be, so that an error speaks of that form's fields."""
+    kind = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
+    if kind is None and not isinstance(given, Mapping):
+        return MODE
+    return ALLOWED if kind == "allowed_tools" else NAMED
+
+
+ToolMode = Annotated[Literal["none", "auto", "required"], Tag(MODE)]
+ToolChoice = Annotated[
+    ToolMode | Annotated[NamedToolChoice, Tag(NAMED)] | Annotated[AllowedToolsChoice, Tag(ALLOWED)],
+    Discriminator(choice_tag),
+]
 
 
 @dataclass(frozen=True)
