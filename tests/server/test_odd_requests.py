@@ -53,6 +53,11 @@ def test_giant_prompt(backend: LocalBackend) -> None:
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert (error["n_ctx"], error["max_tokens"]) == (context, 3)
         assert error["n_prompt_tokens"] > context
+        # Clients that show the text alone know by these words that the prompt must be shortened.
+        assert f"this model's maximum context length is {context} tokens" in error["message"]
+        assert f"the prompt has {error['n_prompt_tokens']};" in error["message"]
+        assert "context_length_exceeded" in error["message"]
+        assert error["message"].startswith(f"{error['param']}: ")
     assert loops  # tokenising left the loop free to turn
 
 

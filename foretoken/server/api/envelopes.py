@@ -108,7 +108,7 @@ def envelope(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
     if path in LLAMA_PATHS:
         return {"error": {"code": error.status_code, **_llama(error), "param": error.param, **error.extra}}
     if not _is_messages(path):
-        return error.body
+        return {"error": {**error.body["error"], "message": _openai_message(error)}}
     status = status_of(error, path)
     return {
         "type": "error",
@@ -135,6 +135,19 @@ def error_event(error: ApiError, path: str, request_id: str) -> bytes:
 def id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
     """The headers of every response that name its request."""
     return [(name, request_id.encode("ascii")) for name in wire_of(path).id_headers]
+
+
+def _openai_message(error: ApiError) -> str:
+    """The text of an error; that of a long prompt has OpenAI's words and the code, since clients show the text alone
+    and know by either that they must shorten it.
+    """
+    if error.code == "context_length_exceeded" and "n_prompt_tokens" in error.extra:
+        num_prompt, num_context = error.extra["n_prompt_tokens"], error.extra["n_ctx"]
+        return (
+            f"{error.param}: this model's maximum context length is {num_context} tokens, "
+            f"and the prompt has {num_prompt}; shorten it to at most {num_context - 1} ({error.code})"
+        )
+    return error.detail
 
 
 def _llama(error: ApiError) -> dict[str, str]:
