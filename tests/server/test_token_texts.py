@@ -168,6 +168,45 @@ def test_offsets_behind_a_prompt_of_special_tokens_are_places_in_the_text(backen
         assert choice["text"][start:end] == token
 
 
+def test_the_log_probabilities_of_a_prompt_are_those_of_echo(backend: LocalBackend) -> None:
+    """vLLM's `prompt_logprobs`, also beside `logprobs` and `echo`, which list another number of alternatives."""
+    text: dict[str, Any] = {"prompt": ["def f(x):", "a b c"], "max_tokens": 2, "temperature": 0, "n": 2}
+    chat = {"messages": [{"role": "user", "content": "def"}], "max_tokens": 2, "return_token_ids": True}
+
+    async def post(path: str, body: dict[str, Any], **more: Any) -> Any:
+        async with client_of(create_app(backend)) as client:
+            response = await client.post(path, json=body | more)
+            return response.json() | {"status": response.status_code}
+
+    async def ask() -> list[Any]:
+        path = "/v1/completions"
+        return [
+            await post(path, text, echo=True, logprobs=3),
+            await post(path, text, echo=True, logprobs=1, prompt_logprobs=3, return_token_ids=True),
+            await post(path, text, logprobs=1, prompt_logprobs=0),
+            await post("/v1/chat/completions", chat, prompt_logprobs=1),
+            await post(path, text, prompt_logprobs=1, stream=True),
+            await post(path, text, prompt_logprobs=21),
+        ]
+
+    echoed, both, alone, answer, *refused = run(ask())
+    for known, found, own in zip(echoed["choices"], both["choices"], alone["choices"], strict=True):
+        ids, scored = found["prompt_token_ids"], found["prompt_logprobs"]
+        assert scored[0] is own["prompt_logprobs"][0] is None
+        for place, token_id in enumerate(ids[1:], 1):
+            assert next(iter(scored[place])) == str(token_id)
+            assert scored[place][str(token_id)]["logprob"] == known["logprobs"]["token_logprobs"][place]
+            assert own["prompt_logprobs"][place] == {str(token_id): scored[place][str(token_id)]}
+            tops = {one["decoded_token"]: one["logprob"] for one in scored[place].values()}
+            assert tops == known["logprobs"]["top_logprobs"][place]
+            assert {1, 2, 3} <= {one["rank"] for one in scored[place].values()}
+            assert len(found["logprobs"]["top_logprobs"][place]) <= 2
+        assert own["logprobs"]["tokens"] == known["logprobs"]["tokens"][len(ids) :]
+    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) > 1
+    assert [one["status"] for one in refused] == [400, 400]
+    assert [one["error"]["param"] for one in refused] == ["prompt_logprobs"] * 2
+
+
 def test_a_text_is_sent_with_the_token_that_completes_it() -> None:
     reply = ask(SCRIPT, "/v1/completions", "token", prompt="a", stream=True, return_token_ids=True)
     choices = [event["choices"][0] for event in events_of(reply.text)]

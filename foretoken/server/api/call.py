@@ -86,7 +86,7 @@ def chat_call(body: ChatRequest, terms: Terms) -> Call:
     named = max((limit for limit in limits if limit is not None), default=None)
     max_tokens = _max_tokens(body, terms, named, terms.config.default_max_tokens, num_prompts=1)
     messages = checked_messages(body.messages, info.template_roles)
-    params = _params(body, terms, max_tokens, logprobs, "top_logprobs")
+    params = _params(body, terms, max_tokens, logprobs, "top_logprobs", _prompt_logprobs(body, terms))
     return Call(
         params,
         messages=messages,
@@ -110,7 +110,8 @@ def completion_call(
         raise unsupported("best_of", "other than n is not supported")
     _check_prompts(body.prompt, terms)
     max_tokens = _max_tokens(body, terms, body.max_tokens, default_max_tokens, len(body.prompt))
-    params = _params(body, terms, max_tokens, body.logprobs, "logprobs", bool(body.echo))
+    listed = _prompt_logprobs(body, terms, body.logprobs if body.echo else None)
+    params = _params(body, terms, max_tokens, body.logprobs, "logprobs", listed)
     return Call(
         params,
         prompts=body.prompt,
@@ -174,7 +175,7 @@ def _params(
     max_tokens: int,
     logprobs: int | None,
     logprobs_param: str,
-    has_prompt_logprobs: bool = False,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     config = terms.config
     _check_lists(body, terms)
@@ -194,7 +195,7 @@ def _params(
         "stop": _checked_stops(body, config),
         "logprobs": logprobs,
         "logprobs_of": "model",
-        "prompt_logprobs": logprobs if has_prompt_logprobs else None,
+        "prompt_logprobs": prompt_logprobs,
         "priority": _TIERS[body.service_tier or "default"] if body.priority is None else body.priority,
         "prediction": (body.prediction or None) if uses_prediction(body, config) else None,
         "tenant": tenant_of(terms.caller, body.cache_salt or ""),
@@ -205,6 +206,20 @@ def _params(
         return SamplingParams(**given)
     except InputError as error:
         raise invalid(_CALLERS_OWN.get(error.field, error.field), error.remedy, error.value) from None
+
+
+def _prompt_logprobs(body: ChatRequest | CompletionRequest, terms: Terms, echoed: int | None = None) -> int | None:
+    """How many alternatives are listed for each token of the prompt: vLLM's field, or as many as `echo` needs.
+
+    Raises:
+        ApiError: too many, or in a stream.
+    """
+    count = body.prompt_logprobs
+    if count is not None and count > terms.config.max_logprobs:
+        raise invalid("prompt_logprobs", f"must be at most {terms.config.max_logprobs}", count)
+    if count is not None and body.stream:
+        raise unsupported("prompt_logprobs", "is not streamed; leave stream out")
+    return max((one for one in (count, echoed) if one is not None), default=None)
 
 
 def _sampling(body: SamplingFields, terms: Terms) -> dict[str, Any]:

@@ -246,10 +246,10 @@ class Exchange:
         """The prompts are known: whether the list of their log-probabilities would be too long."""
         self.prompt_ids = event.prompt_ids
         count = self.call.params.prompt_logprobs
-        max_listed = self.api.config.max_prompt_logprobs
-        if count is not None and self.num_prompt_tokens * (count + 1) > max_listed:
-            message = f"echo: prompt tokens times alternatives must be at most {max_listed} with logprobs"
-            raise ApiError(400, "too_many_tokens", message, "logprobs")
+        if count is not None and self.num_prompt_tokens * (count + 1) > self.api.config.max_prompt_logprobs:
+            param = "logprobs" if count == self.call.params.logprobs else "prompt_logprobs"
+            message = f"{param}: prompt tokens times alternatives must be at most {self.api.config.max_prompt_logprobs}"
+            raise ApiError(400, "too_many_tokens", message, param)
 
     def _refusal(self, error: ForetokenError) -> ApiError:
         if isinstance(error, UnavailableError) and self.api.backend.state != "ready":

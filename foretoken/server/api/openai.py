@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from foretoken.backend.call import AnswerEnded, ModelInfo, TokenEvent
@@ -62,7 +63,7 @@ class ChatChoices(ChoiceWriter):
 
     def __init__(self, exchange: Exchange, body: ChatRequest) -> None:
         super().__init__(exchange, body, "chatcmpl", "chat.completion", "chat.completion.chunk")
-        self._has_logprobs = bool(body.logprobs)
+        self._has_logprobs, self._num_listed = bool(body.logprobs), body.prompt_logprobs
         self._shapers = [shaper_of(body, exchange.info) for _ in range(exchange.num_answers)]
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -106,7 +107,8 @@ class ChatChoices(ChoiceWriter):
 
     def of_prompt(self) -> dict[str, Any]:
         """See `ChoiceWriter`: a chat has one prompt, whose ids stand beside the choices, as in vLLM."""
-        return {"prompt_token_ids": self.exchange.prompt_ids[0]} if self.body.return_token_ids else {}
+        ids = {"prompt_token_ids": self.exchange.prompt_ids[0]} if self.body.return_token_ids else {}
+        return ids | self.scored_prompt(0, self._num_listed)
 
     def _finished(self, event: AnswerEnded) -> tuple[list[dict[str, Any]], str]:
         """What was held back of an answer, and why it ended: "stop" where a stop string cut a call off, which a client
@@ -134,7 +136,7 @@ class TextChoices(ChoiceWriter):
 
     def __init__(self, exchange: Exchange, body: CompletionRequest, echoed: list[str]) -> None:
         super().__init__(exchange, body, "cmpl", "text_completion", "text_completion")
-        self._has_logprobs = body.logprobs is not None
+        self._num_logprobs, self._num_listed = body.logprobs, body.prompt_logprobs
         self._echoed, self._n = echoed, exchange.call.params.n
         self._texts = [TextDivision(len(self._prompt_of(index))) for index in range(exchange.num_answers)]
 
@@ -150,10 +152,10 @@ class TextChoices(ChoiceWriter):
     def choice(self, group: PieceGroup) -> dict[str, Any] | None:
         """See `ChoiceWriter`."""
         piece = group.piece
-        if not piece.text and not (piece.tokens and (self._has_logprobs or self.shows_tokens)):
+        if not piece.text and not (piece.tokens and (self._num_logprobs is not None or self.shows_tokens)):
             return None
         choice = _choice(piece.index, piece.text)
-        if self._has_logprobs:
+        if self._num_logprobs is not None:
             choice["logprobs"] = _logprobs(piece.text, piece.tokens, self._texts[piece.index])
         return choice | self.ids_of(piece.tokens)
 
@@ -168,16 +170,23 @@ class TextChoices(ChoiceWriter):
             assert progress.ended is not None
             before = self._prompt_of(index)
             choice = _choice(index, before + progress.text, progress.ended.finish_reason)
-            if self._has_logprobs:
-                first = exchange.book.answers[index - index % self._n].ended
-                prompt = () if first is None else first.prompt
+            if self._num_logprobs is not None:
+                prompt = self._echoed_tokens(index)
                 # Divided apart: a prompt may be spelt otherwise than its tokens, after a normalisation for one.
                 starts = [one.start for one in TextDivision().divide(before, prompt)]
                 starts += [one.start for one in TextDivision(len(before)).divide(progress.text, progress.tokens)]
                 choice["logprobs"] = completion_logprobs([*prompt, *progress.tokens], starts)
             choice |= self.ids_of(progress.tokens) | self._prompt_ids(index)
+            choice |= self.scored_prompt(index - index % self._n, self._num_listed)
             choices.append(choice | self.of_choice(progress.ended))
         return choices
+
+    def _echoed_tokens(self, index: int) -> list[TokenEvent]:
+        """The tokens of a prompt that is repeated, each with as many alternatives as those of the answer have."""
+        first = self.exchange.book.answers[index - index % self._n].ended
+        if first is None or not self._echoed:
+            return []
+        return [msgspec.structs.replace(token, top=token.top[: self._num_logprobs]) for token in first.prompt]
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         if not self.body.return_token_ids:

@@ -247,6 +247,7 @@ class ChatRequest(SamplingFields):
 
     messages: Annotated[ListOf[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = None
+    prompt_logprobs: Whole | None = None
     top_logprobs: Whole | None = None
     max_completion_tokens: TokenLimit | None = None
     parallel_tool_calls: bool | None = None
@@ -272,4 +273,5 @@ class CompletionRequest(SamplingFields):
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: Whole | None = None
+    prompt_logprobs: Whole | None = None
     suffix: str | None = None

@@ -206,6 +206,13 @@ class ChoiceWriter(AnswerWriter):
         """What a choice has of its tokens' ids, where they were asked for."""
         return {"token_ids": [token.token_id for token in tokens]} if self.body.return_token_ids else {}
 
+    def scored_prompt(self, index: int, count: int | None) -> _Json:
+        """The log-probabilities of the prompt of `index`, its first answer, if they were asked for."""
+        ended = self.exchange.book.answers[index].ended
+        if count is None or ended is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(ended.prompt, count)}
+
     def of_choice(self, event: AnswerEnded) -> _Json:
         """What a choice reports of itself: metrics, where there are several answers."""
         if self.exchange.num_answers == 1 or self._level == "none":
@@ -288,6 +295,22 @@ def completion_logprobs(tokens: Sequence[TokenEvent], offsets: Sequence[int]) ->
         "token_logprobs": [None if token.logprob is None else _bounded(token.logprob) for token in tokens],
         "tokens": [token.text for token in tokens],
         "top_logprobs": [_tops(token) for token in tokens],
+    }
+
+
+def prompt_logprobs(tokens: Sequence[TokenEvent], count: int) -> list[dict[str, Any] | None]:
+    """vLLM's list: for each token of a prompt itself and its `count` likeliest alternatives by id; None for the first,
+    which nothing precedes.
+    """
+    return [None if token.logprob is None else _ranked(token, count) for token in tokens]
+
+
+def _ranked(token: TokenEvent, count: int) -> dict[str, Any]:
+    own = (token.token_id, token.logprob, token.rank, token.text)
+    others = [(one.token_id, one.logprob, rank, one.text) for rank, one in enumerate(token.top[:count], 1)]
+    return {
+        str(token_id): {"logprob": _bounded(logprob), "rank": rank, "decoded_token": text}
+        for token_id, logprob, rank, text in (own, *others)
     }
 
 
