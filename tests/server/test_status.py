@@ -100,6 +100,15 @@ def test_everything_else_has_the_envelope() -> None:
         assert response.headers["content-type"] == "application/json"
 
 
+def test_the_error_of_a_route_that_does_not_exist_says_what_is_not_offered() -> None:
+    (embeddings, without_v1) = fetch(create_app(FakeBackend()), ("POST", "/v1/embeddings"), ("POST", "/embeddings"))
+    for response in (embeddings, without_v1):
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "route_not_found")
+        assert "OpenAI's begin with v1" in error["message"]
+        assert "embeddings" in error["message"]
+
+
 def test_a_route_that_breaks_has_the_envelope_too() -> None:
     router = APIRouter()
 

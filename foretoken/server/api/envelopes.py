@@ -177,6 +177,10 @@ _BY_STATUS: dict[int, ErrorCode] = {
     415: "unsupported_media_type",
     431: "headers_too_large",
 }
+_NO_ROUTE = (
+    "Not Found: there is no such route here; OpenAI's begin with v1, "
+    "and embeddings, reranking, pictures and audio are not offered"
+)
 
 
 def install_handlers(app: FastAPI, retry_after_s: int) -> None:
@@ -198,7 +202,8 @@ def install_handlers(app: FastAPI, retry_after_s: int) -> None:
     async def http_error(request: Request, error: StarletteHTTPException) -> Response:
         status = error.status_code
         code: ErrorCode = _BY_STATUS.get(status, "invalid_value" if status < 500 else "internal_error")
-        return _send(request, ApiError(status, code, HTTPStatus(status).phrase, headers=error.headers))
+        text = _NO_ROUTE if status == HTTPStatus.NOT_FOUND else HTTPStatus(status).phrase
+        return _send(request, ApiError(status, code, text, headers=error.headers))
 
 
 def _send(request: Request, error: ApiError) -> Response:
