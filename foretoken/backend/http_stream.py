@@ -66,12 +66,17 @@ class Stream:
 
 
 class EventReader:
-    """Reads the events of one answer into a `Stream`; `texts` and `token_ids` are what they hold, thinking included."""
+    """Reads the events of one answer into a `Stream`; `texts` and `token_ids` are what they hold, thinking included.
+
+    `has_choices`: an event was in OpenAI's form. `is_foreign`: the event that ended the reading was in no form of
+    theirs, and said no error.
+    """
 
     def __init__(self, stream: Stream, clock: Callable[[], float]) -> None:
         self.stream, self.clock = stream, clock
         self.texts: list[str] = []
         self.token_ids: list[int] = []
+        self.has_choices = self.is_foreign = False
         self._num_counted = 0
         self._has_events = False
 
@@ -116,6 +121,7 @@ class EventReader:
         except (AttributeError, KeyError, TypeError, ValueError):  # not in the form of OpenAI's events
             is_event = False
         if not is_event:
+            self.is_foreign = not (isinstance(chunk, Mapping) and chunk.get("error"))
             self.stream.said = said_in(data)
             return "stream"
         return None
@@ -139,6 +145,7 @@ class EventReader:
             stream.is_counted = True
         for part in (chunk, *choices):
             _take_report(part, stream)
+        self.has_choices |= "choices" in chunk
 
 
 def text_of(choice: Mapping[str, Any], name: str) -> str:

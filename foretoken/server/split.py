@@ -217,6 +217,7 @@ class _Note:
         self._events: EventReader | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest, self._whole = "", bytearray()
+        self._is_read = False  # a stream has said its end
 
     async def read(self, receive: Receive) -> None:
         """Take in the body of the request as it comes; returns when the client has left."""
@@ -247,14 +248,25 @@ class _Note:
                 self._whole += data
             return
         *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
-        said = self._events.read(lines)
-        if said == "stream":
-            self.error = said
+        self._read(self._events, lines)
+
+    def _read(self, events: EventReader, lines: Sequence[str]) -> None:
+        """Read lines of a stream until its [DONE], an error, or an event of another form, which only passes."""
+        if self._is_read:
+            return
+        said = events.read(lines)
+        self._is_read = said != "cut"
+        if said == "stream" and (events.has_choices or not events.is_foreign):
+            self.error = self.error or said
 
     def end(self) -> None:
         self.has_ended = True
         self._ended_s = time.perf_counter()
-        if self._events is None and not self.error:
+        if self._events is not None:
+            self._read(self._events, [self._rest])  # the last line may have no end
+            if self._events.has_choices and not self._is_read:
+                self.error = self.error or "cut"
+        elif not self.error:
             self._stream.num_tokens, self._num_chars = _counted(bytes(self._whole))
 
     def request(self, turn: LiveTurn) -> LiveRequest:

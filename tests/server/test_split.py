@@ -106,6 +106,39 @@ def test_the_first_text_of_a_stream_is_timed_and_not_its_first_event(serving: Se
     assert turns.seen[0].ttft_s >= 0.3
 
 
+TEXT = 'data: {"choices": [{"index": 0, "delta": {"content": "text"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (TEXT + "data: [DONE]\n\n", ""),
+        (TEXT + "data: [DONE]", ""),
+        (TEXT, "cut"),
+        (TEXT + "data: text\n\n", "stream"),
+        (TEXT + 'data: {"error": {"message": "lost"}}\n\n' + TEXT, "stream"),
+        ('data: {"error": {"message": "lost"}}\n\n', "stream"),
+        ("error: lost\n\n", "stream"),
+        ("data: text\n\ndata: more\n\n", ""),
+        ('data: ["text"]\n\n', ""),
+        ('event: text\ndata: {"type": "text", "usage": 3}\n\n', ""),
+    ],
+)
+def test_how_a_stream_ends(serving: Serving, body: str, error: str) -> None:
+    """In OpenAI's form with [DONE], as `foretoken ab` and `bench url` demand it; other forms have ends of their own."""
+
+    async def server(_scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body.encode(), "more_body": False})
+
+    host, port = serving(server)
+    turns = Turns({"a": f"http://{host}:{port}"})
+    (answer,) = turns.send(("POST", CHAT, HELLO | {"stream": True}))
+    assert answer.text == body
+    assert turns.seen[0].error == error
+
+
 @pytest.mark.parametrize("prefix", ["", "/", "/v1", "/v1/"])
 def test_the_version_of_the_api_in_an_address_is_not_asked_twice(serving: Serving, prefix: str) -> None:
     host, port = serving(create_app(FakeBackend()))
