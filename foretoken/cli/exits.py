@@ -68,11 +68,12 @@ class Terminated(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.exit_code = _BY_SIGNAL + number
+        self.exit_code = _code_of(number)
         self.signal_name = signal.Signals(number).name
         self.at_s = time.monotonic()
 
 
+own_codes: dict[int, int] = {}  # of signals that end this verb in another way than a program
 came: list[Terminated] = []  # in this process: typer turns what was raised into a plain exit code
 
 
@@ -93,4 +94,8 @@ def quit_at_once(number: int, _frame: FrameType | None) -> NoReturn:
     """Handler of signals while nothing is open: during imports, and after the verb."""
     with suppress(OSError):
         os.write(2, b"interrupted\n")
-    os._exit(_BY_SIGNAL + number)
+    os._exit(_code_of(number))
+
+
+def _code_of(number: int) -> int:
+    return own_codes.get(number, _BY_SIGNAL + number)

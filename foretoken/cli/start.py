@@ -18,6 +18,7 @@ from foretoken.cli.exits import (
     came,
     io_failure,
     open_missing_streams,
+    own_codes,
     print_version,
     quit_at_once,
     say,
@@ -46,11 +47,15 @@ def main() -> None:
         signal.signal(signal.SIGINT, quit_at_once)
     if arguments == ["--version"]:  # the usual form, without importing torch
         sys.exit(_finish(_version_alone()))
+    handlers: dict[int, Any] = {number: terminate for number in ENDING if signal.getsignal(number) is signal.SIG_DFL}
+    if arguments[:1] == ["serve"]:
+        own_codes[signal.SIGTERM] = 0  # an orderly end, whether the server listens yet or not
+        if signal.SIGTERM in handlers:
+            signal.signal(signal.SIGTERM, quit_at_once)
     load, began_s = OtherLoad(), time.perf_counter()  # the neighbours are watched while the verbs are imported
     from foretoken.cli.app import run
 
     apply(_threads(arguments, load, began_s))
-    handlers: dict[int, Any] = {number: terminate for number in ENDING if signal.getsignal(number) is signal.SIG_DFL}
     if takes_interrupts:  # what is ignored stays so, as nohup has it
         handlers[signal.SIGINT] = signal.default_int_handler
     try:

@@ -62,6 +62,32 @@ def test_a_signal_during_the_import_of_the_engine_is_quiet(tmp_path: Path, numbe
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, b"", b"interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("module", "number", "code"),
+    [
+        ("foretoken.cli.app", signal.SIGTERM, 0),  # before the verb runs
+        ("foretoken.cli.serve", signal.SIGTERM, 0),  # in it
+        ("foretoken.cli.serve", signal.SIGHUP, 129),
+    ],
+)
+def test_sigterm_ends_a_server_in_order_during_its_imports_too(module: str, number: signal.Signals, code: int) -> None:
+    """A supervisor that stops a server at once must not count it as crashed."""
+    script = (
+        "import os, signal, sys\n"
+        f"signal.signal({number:d}, signal.SIG_DFL)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        f"            os.kill(os.getpid(), {number:d})\n"
+        "from foretoken.cli import main\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "main()"
+    )
+    done = process("-c", script, "serve", "--target", "reference:target", "--port", "0")
+    assert (done.returncode, done.stdout) == (code, b""), done.stderr
+    assert b"Traceback" not in done.stderr
+
+
 def test_c3_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
     """A shell starts background jobs so."""
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(7)\n")
