@@ -28,6 +28,8 @@ NAMES = {
     "tgi": "TGI",
     "transformers": "transformers",
 }
+# 0.33.0, v0.33.0, 1.3.0rc2, 0.5.23.post1+cpu; a build of llama.cpp (b10549) or its date.
+_VERSION = re.compile(r"[vb]?\d([.-]?[a-z\d])*(\+[\w.-]+)?", re.ASCII | re.IGNORECASE)
 _LAST_MEDUSA_VLLM = (0, 32)  # vLLM removed Medusa and MLP speculators behind it
 _OLDEST_VLLM = (0, 20)  # before it, keys of --speculative-config differ
 
@@ -52,14 +54,13 @@ def engine_of(name: str, version: str | None) -> OtherEngine:
     """The engine called `name`.
 
     Raises:
-        ConfigError: an engine that is not known, or a version without a number.
+        ConfigError: an engine that is not known, or a text that is no version.
     """
     if name not in NEWEST:
         raise ConfigError("to", name, f"choose one of {', '.join(NEWEST)}")
-    engine = OtherEngine(name, version or NEWEST[name])
-    if not engine.numbers:
+    if version is not None and not _VERSION.fullmatch(version):
         raise ConfigError("engine_version", version, f"give a version such as {NEWEST[name]}")
-    return engine
+    return OtherEngine(name, version or NEWEST[name])
 
 
 # By method (`HeadConfig.method`), the engines that have it, from their own sources.

@@ -81,6 +81,28 @@ def test_a_file_is_known_by_its_ending_in_any_case() -> None:
         plain_launch("ngram", engine_of("vllm", "0.9"), "org/target", None, 3)
 
 
+@pytest.mark.parametrize("version", ["", "-1", "latest", "vLLM 0.33", "0.33 ", "0..3", "0.33.0; rm", "0.", "3,2"])
+def test_a_text_that_is_no_version_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine_version=.*: give a version such as 0\.33\.0"):
+        engine_of("vllm", version)
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [
+        ("0.33", (0, 33)),
+        ("v0.33.0", (0, 33, 0)),
+        ("0.33.1rc2.dev14+g1a2b3c4d5", (0, 33, 1)),
+        ("0.5.23.post1+cpu", (0, 5, 23)),
+        ("1.3.0rc2", (1, 3, 0)),
+        ("2026-10-01", (2026, 10, 1)),
+        ("b10549", (10549,)),
+    ],
+)
+def test_versions(version: str, numbers: tuple[int, ...]) -> None:
+    assert engine_of("vllm", version).numbers[: len(numbers)] == numbers
+
+
 @pytest.mark.parametrize(
     ("config", "engine", "version", "words"),
     [
