@@ -19,6 +19,8 @@ from foretoken.model.packaged import DEFAULT_MODEL, PACKAGED, fetch_packaged
 REFERENCE_PREFIX = "reference:"
 # Tiny models and heads for tests and studies, beside the package in a source checkout.
 _REFERENCE_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "reference"
+# Files beside config.json in which AutoGPTQ and AutoAWQ kept their settings, and the method of those that name none.
+OLDER_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_SKIPPED = ["consolidated*", "original/*"]  # the same weights once more, in their maker's own layout
 _MEANT = f"give the folder of a checkpoint, a GGUF file, a hub id, or {DEFAULT_MODEL}"

@@ -28,6 +28,7 @@ from foretoken.errors import (
 )
 from foretoken.files import MAX_BYTES, hold_alone, parse_json, read_text, to_json
 from foretoken.heads.formats.pairing import add_weights
+from foretoken.model.names import OLDER_SETTINGS
 from foretoken.option import option
 from foretoken.params import check_whole
 
@@ -268,9 +269,11 @@ def _of_another(path: Path, target: Path) -> MismatchError:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """A name of the checkpoint in `folder`: its configuration, tokenizer, chat template and samples of its weights."""
+    """A name of the checkpoint in `folder`: its configuration and that of its packed matrices, tokenizer, chat template
+    and samples of its weights.
+    """
     digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("config.json", *OLDER_SETTINGS, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (folder / name).is_file():
             digest.update(name.encode() + (folder / name).read_bytes())
     add_weights(digest, folder)

@@ -227,3 +227,14 @@ def test_a_target_whose_other_weights_changed_is_another(place: int, tmp_path: P
     assert are_other_weights(before[1], after[1])
     assert not are_other_weights(before[1], before[1])
     assert not are_other_weights("sha256:0", after[1])  # made by an earlier version
+
+
+@pytest.mark.parametrize("name", ["config.json", "quantize_config.json", "quant_config.json", "chat_template.jinja"])
+def test_a_target_whose_settings_changed_is_another(name: str, tmp_path: Path) -> None:
+    """Of packed matrices some are in a file of their own."""
+    (tmp_path / "config.json").write_text("{}")
+    found = [folder_fingerprint(tmp_path)]
+    for content in ('{"bits": 4}', '{"bits": 8}'):
+        (tmp_path / name).write_text(content)
+        found.append(folder_fingerprint(tmp_path))
+    assert len(set(found)) == 3

@@ -15,6 +15,7 @@ from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.fields import Fields, read_json, shown
 from foretoken.model.matrices.codes import BLOCK_ROWS, Allocate, GroupedCodes, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import GroupedWeight
+from foretoken.model.names import OLDER_SETTINGS
 from foretoken.model.packed.compressed import CompressedFormat
 from foretoken.model.packed.form import CodedMatrix, FoundParts, Fp8Format, Packed, PackedFormat
 from foretoken.model.packed.gptq import AwqFormat, GptqFormat
@@ -57,8 +58,6 @@ def _expanded(weight: GroupedWeight) -> dict[str, Tensor]:
     return {"codes": weight.codes, "scales": scales} | ({} if minimums is None else {"minimums": minimums})
 
 
-# Files beside config.json in which AutoGPTQ and AutoAWQ kept their settings, and the method of those that name none.
-_OLDER_SETTINGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 
 
@@ -79,13 +78,13 @@ def with_older_settings(folder: Path, raw: Mapping[str, Any]) -> tuple[Mapping[s
     Raises:
         CheckpointError: a file is missing or malformed.
     """
-    path = next((folder / name for name in _OLDER_SETTINGS if (folder / name).exists()), None)
+    path = next((folder / name for name in OLDER_SETTINGS if (folder / name).exists()), None)
     if path is None or raw.get("quantization_config") is not None:
         return raw, folder / "config.json"
     if not any(name.endswith(".qweight") for name in Weights(folder).names):
         return raw, folder / "config.json"
     settings = read_json(path)
-    method = "awq" if "w_bit" in settings else _OLDER_SETTINGS[path.name]  # some of AWQ were saved by AutoGPTQ's name
+    method = "awq" if "w_bit" in settings else OLDER_SETTINGS[path.name]  # some of AWQ were saved by AutoGPTQ's name
     return {**raw, "quantization_config": {"quant_method": method, **settings}}, path
 
 
