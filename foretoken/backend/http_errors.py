@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 import httpx2
 
@@ -12,6 +15,8 @@ from foretoken.errors import InputError
 
 # What reading a list of models may raise.
 NO_MODEL = (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError)
+
+_SHORTEST_WAIT_S = 0.1
 
 
 def authorities() -> ssl.SSLContext:
@@ -57,3 +62,17 @@ def explained(error: httpx2.HTTPError) -> str:
     if "CERTIFICATE_VERIFY_FAILED" not in said:
         return said
     return f"{said}; name the certificate of the authority that signed it in $SSL_CERT_FILE"
+
+
+def retry_after_s(answer: httpx2.Response) -> float:
+    """Seconds after which a server that has no room now may be asked again; 1 where it does not say so."""
+    said = answer.headers.get("retry-after", "")
+    try:
+        wait_s = float(said)
+    except ValueError:
+        try:
+            at = parsedate_to_datetime(said)
+        except ValueError:
+            return 1.0
+        wait_s = (at.astimezone(UTC) - datetime.now(UTC)).total_seconds()
+    return 1.0 if math.isnan(wait_s) else max(wait_s, _SHORTEST_WAIT_S)

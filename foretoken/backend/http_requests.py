@@ -11,13 +11,15 @@ import httpx2
 
 from foretoken.backend.answering import SERVED, Drafting, as_messages
 from foretoken.backend.http import HttpBackend
-from foretoken.backend.http_errors import explained, said_of
+from foretoken.backend.http_errors import explained, retry_after_s, said_of
 from foretoken.backend.http_stream import EventReader, Stream, beginning, lines_of, thinking_of
 from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.errors import ForetokenError, InputError, UnavailableError
 
 _NUM_TOGETHER = 8
 _REFUSALS = range(400, 500)
+_NO_ROOM = 429  # now, which says nothing about the request
+_MAX_WAIT_S = 120.0  # for room, of one request
 
 
 class _ChunkReader(EventReader):
@@ -47,14 +49,27 @@ class HttpRequester:
         self._backend, self._drafting = backend, drafting
 
     def ask(self, request: ApiRequest) -> Reply:
-        """See `Requester`."""
+        """See `Requester`. A server without room is asked again when it says so, for two minutes at most."""
+        left_s = _MAX_WAIT_S
+        while True:
+            found = self._asked(request)
+            if isinstance(found, Reply):
+                return found
+            wait_s, refusal = found
+            if wait_s > left_s:
+                return refusal
+            left_s -= wait_s
+            time.sleep(wait_s)
+
+    def _asked(self, request: ApiRequest) -> Reply | tuple[float, Reply]:
+        """The answer; of a server without room the seconds to wait, and its refusal."""
         path, body = self._body(request)
         try:
             with self._backend.client.stream("POST", path, json=body) as answer:
                 if answer.status_code in _REFUSALS:
-                    return Reply(
-                        refused=f"status {answer.status_code}: {said_of(answer, beginning(answer.iter_bytes()))}"
-                    )
+                    said = said_of(answer, beginning(answer.iter_bytes()))
+                    refusal = Reply(refused=f"status {answer.status_code}: {said}")
+                    return (retry_after_s(answer), refusal) if answer.status_code == _NO_ROOM else refusal
                 if answer.status_code != 200:
                     said = said_of(answer, beginning(answer.iter_bytes()))
                     raise ForetokenError(f"{self._backend.name} answered with status {answer.status_code}: {said}")

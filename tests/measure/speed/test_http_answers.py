@@ -10,13 +10,17 @@ import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from foretoken.backend.answering import SERVED, Drafting, Question
 from foretoken.backend.http import Endpoint, HttpBackend, ServerAddress
+from foretoken.backend.http_errors import retry_after_s
 from foretoken.backend.http_requests import HttpRequester
 from foretoken.backend.http_stream import EventReader, Stream, lines_of, lines_of_async, read_spec_counters
 from foretoken.backend.requesting import ApiChoice, ApiRequest
@@ -326,3 +330,42 @@ def test_an_answer_says_whether_its_tokens_were_counted(fake: Fake) -> None:
     answer = backend.answer(Question("x"), OWN)
     backend.close()
     assert (answer.is_counted, answer.num_emitted) == (False, 1)
+
+
+# ---- a server without room
+
+
+@pytest.mark.parametrize(
+    ("said", "low", "high"),
+    [
+        (None, 1, 1),
+        ("7", 7, 7),
+        ("0.5", 0.5, 0.5),
+        ("0", 0.1, 0.1),
+        ("-3", 0.1, 0.1),
+        ("soon", 1, 1),
+        ("nan", 1, 1),
+        (format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True), 3000, 3600),
+    ],
+)
+def test_when_a_server_may_be_asked_again(said: str | None, low: float, high: float) -> None:
+    assert low <= retry_after_s(httpx2.Response(429, headers={} if said is None else {"retry-after": said})) <= high
+
+
+@pytest.mark.parametrize(
+    ("refusals", "status", "num_asked", "refused"),
+    [(3, 429, 4, ""), (10_000, 429, 121, "status 429: full"), (1, 400, 1, "status 400: full")],
+)
+def test_a_server_without_room_is_asked_again(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, refusals: int, status: int, num_asked: int, refused: str
+) -> None:
+    """A full queue is no refusal of what was asked; a server that stays full is one."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    full = Reply(status=status, body=b'{"error": {"message": "full"}}')
+    whole = Reply(body=b'{"choices": [{"text": "a"}]}')
+    fake.answer = lambda number, _body: full if number < refusals else whole
+    backend = HttpBackend(ServerAddress(fake.url))
+    reply = HttpRequester(backend, OWN).ask(ApiRequest("x"))
+    backend.close()
+    assert (len(fake.asked), len(waits), reply.refused) == (num_asked, num_asked - 1, refused)
