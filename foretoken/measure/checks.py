@@ -88,9 +88,10 @@ def equality(
     exact: bool,
     gap: Callable[[int, int], tuple[float, float]] = lambda *_: (math.inf, 0.0),
     unit: str = "token",
+    num_tokens: int | None = None,
 ) -> Check:
     """Compare two sets of answers, each a row of units. Unless `exact`, an answer may differ where the two choices lie
-    within rounding.
+    within rounding. `num_tokens` are those of `again`, where a unit is no token.
 
     `gap(i, place)` returns how far apart the choices of answers i are at that position, and how far rounding could move
     them.
@@ -114,7 +115,7 @@ def equality(
         name,
         where,
         "fail" if num_beyond else "pass",
-        sum(map(len, again)),
+        sum(map(len, again)) if num_tokens is None else num_tokens,
         f"{len(base) - len(told)} of {len(base)} equal" + (f", {ties} differ at near ties" if ties else ""),
         "all equal" if exact else "all equal except at near ties",
         detail=f"first differences at {'; '.join(told)}" if told else "",

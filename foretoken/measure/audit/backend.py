@@ -103,7 +103,8 @@ class BackendSession:
             ids = [one.token_ids for one in base], [one.token_ids for one in again]
             return equality(name, where, *ids, exact=True)
         texts = [one.text for one in base], [one.text for one in again]
-        return equality(name, where, *texts, exact=True, unit="character")
+        num_tokens = sum(one.num_emitted for one in again)
+        return equality(name, where, *texts, exact=True, unit="character", num_tokens=num_tokens)
 
     def _compared_ids(
         self, judge: Judge, name: str, where: str, base: Sequence[Sequence[int]], again: Sequence[Sequence[int]]

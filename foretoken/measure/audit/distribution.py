@@ -84,7 +84,7 @@ def _check(test: DistributionTest, where: str, lossy: bool, name: str) -> Check:
         where,
         result,
         test.num_tokens,
-        f"{test.statistic}, {chance}",
+        f"{test.statistic}, {chance}" if test.conclusive else test.statistic,
         f"p >= {test.level:.2g}",
         test.sees,
     )

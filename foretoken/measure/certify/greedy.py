@@ -36,7 +36,8 @@ def compared(
     report those before penalties: one of `penalties` may have made two tokens nearly equally likely.
     """
     if not all(one.pieces for one in (*a, *b)):
-        check = equality(name, where, [one.text for one in a], [one.text for one in b], exact=True, unit="character")
+        texts = [one.text for one in a], [one.text for one in b]
+        check = equality(name, where, *texts, exact=True, unit="character", num_tokens=0)  # which nobody listed
         return replace(check, detail=f"{check.detail}; {_UNTOLD}") if check.result == "fail" else check
 
     def gap(i: int, place: int) -> tuple[float, float]:
@@ -44,7 +45,8 @@ def compared(
         return min(abs(found - penalty) for penalty in (0.0, *penalties)), tolerance
 
     units = [[(*one.pieces, ("text", one.text)) for one in side] for side in (a, b)]
-    return equality(name, where, units[0], units[1], exact=False, gap=gap)
+    num_tokens = sum(len(one.pieces) for one in b)
+    return equality(name, where, units[0], units[1], exact=False, gap=gap, num_tokens=num_tokens)
 
 
 def apart(a: ApiChoice, b: ApiChoice, place: int, has_penalties: bool = False) -> float:

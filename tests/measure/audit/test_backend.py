@@ -14,8 +14,10 @@ from foretoken.backend.http import HttpBackend
 from foretoken.backend.local import LocalBackend
 from foretoken.backend.local_answers import LocalAnswers
 from foretoken.engine.async_engine import AsyncEngine
+from foretoken.engine.shadow.sequential_test import Evidence
 from foretoken.measure.asked import BackendSource
 from foretoken.measure.audit.backend import _NO_IDS, not_asked
+from foretoken.measure.audit.distribution import judged
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import BackendAuditOptions, ChatPrompt, Prompt
 from foretoken.measure.audit.report import audit_report
@@ -128,6 +130,18 @@ def test_two_engines_are_compared(address: str, engine: LocalAnswers, monkeypatc
     assert failed(checks_of(report)) == ()
     assert check_of(report, f"the same answers as {address}", "pass").num_tokens == 4 * 24
     assert all(drafting == Drafting("lookup", 5) for _, drafting in backend.asked)
+
+
+def test_tokens_are_counted_where_texts_alone_are_known(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, Outside(engine, lambda ask, question, _: replace(ask(question), token_ids=())))
+    check = next(one for one in checks_of(audit(target=None, temperatures=(0.0,))) if one.name == AGAIN)
+    assert (check.result, check.num_tokens) == ("pass", 4 * 24)
+
+
+def test_a_test_without_enough_tokens_has_no_chance() -> None:
+    found = [check.found for check in judged(Evidence(), "", 1e-4) if check.result == "undecided"]
+    assert found
+    assert not any("p = " in one or one.startswith(",") for one in found)
 
 
 # ---- broken engines

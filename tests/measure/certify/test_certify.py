@@ -325,7 +325,12 @@ def test_a_difference_at_a_near_tie_is_none() -> None:
     assert compared("n", "w", [a], [answer("a", "b")], 0.25).result == "fail"
     assert compared("n", "w", [a], [replace(a, text="abd")], 0.25).result == "fail"  # the tokens alone are the same
     texts = compared("n", "w", [replace(a, pieces=())], [replace(b, pieces=())], 0.25)
-    assert (texts.result, texts.detail[:32]) == ("fail", "first differences at character 1")
+    assert (texts.result, texts.detail[:32], texts.num_tokens) == ("fail", "first differences at character 1", 0)
+
+
+def test_the_tokens_of_a_comparison_are_those_of_b() -> None:
+    check = compared("n", "w", [answer("a", "b", "c")] * 2, [answer("a", "b", "c")] * 2, 0.25)
+    assert (check.result, check.num_tokens) == ("pass", 6)
 
 
 def test_a_near_tie_is_found_behind_a_penalty_and_in_a_stream_without_pieces() -> None:
