@@ -133,7 +133,8 @@ class Capabilities:
     `plain`: without drafting, beside any other way, so that answers can be compared. `drafting`: the kind of drafting
     can be chosen for a question. `sampling`: above temperature 0, the same answer again for the same seed.
     `token_ids`: answers carry them. `draft_counts`: what it reports of drafted and accepted tokens. `conversations`:
-    it renders a conversation with the model's own chat template.
+    it renders a conversation with the model's own chat template. `plain_texts`: an answer without drafting has a text,
+    and not its times alone.
     """
 
     plain: bool
@@ -142,6 +143,7 @@ class Capabilities:
     token_ids: bool
     draft_counts: DraftCounts
     conversations: bool
+    plain_texts: bool = True
 
 
 def check_question(name: str, question: Question, drafting: Drafting, capabilities: Capabilities) -> None:

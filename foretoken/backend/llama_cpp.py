@@ -89,7 +89,13 @@ class LlamaCppBackend(AnsweringBackend):
 
     name = LLAMA_CPP
     capabilities = Capabilities(
-        plain=True, drafting=True, sampling=False, token_ids=False, draft_counts="total", conversations=False
+        plain=True,
+        drafting=True,
+        sampling=False,
+        token_ids=False,
+        draft_counts="total",
+        conversations=False,
+        plain_texts=False,
     )
 
     def __init__(self, folder: Path, target: Path, draft: Path | None, dtype: str, threads: int | None) -> None:

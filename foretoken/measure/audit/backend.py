@@ -174,9 +174,13 @@ def _against_plain(session: BackendSession, where: str, answers: Sequence[Answer
         if not session.backend.capabilities.plain:
             why = f"{name} cannot be asked to answer without drafting; give --against-backend"
             return not_asked(AS_PLAIN, where, why)
+        if not session.backend.capabilities.plain_texts:
+            why = f"{name} shows no text of an answer without drafting; give --against-backend"
+            return not_asked(AS_PLAIN, where, why)
         base = session.answers(session.questions, _PLAIN)
         return session.compared(AS_PLAIN, where, base, answers)
-    way = _PLAIN if other.capabilities.plain else other.draftings((session.options.num_draft,))[0]
+    shows_plain = other.capabilities.plain and other.capabilities.plain_texts
+    way = _PLAIN if shows_plain else other.draftings((session.options.num_draft,))[0]
     base = session.answers(session.questions, way, backend=other)
     return session.compared(f"the same answers as {other.name}", where, base, answers)
 

@@ -17,6 +17,7 @@ from foretoken.engine.async_engine import AsyncEngine
 from foretoken.engine.shadow.sequential_test import Evidence
 from foretoken.measure.asked import BackendSource
 from foretoken.measure.audit.backend import _NO_IDS, not_asked
+from foretoken.measure.audit.checks import AS_PLAIN
 from foretoken.measure.audit.distribution import judged
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import BackendAuditOptions, ChatPrompt, Prompt
@@ -130,6 +131,23 @@ def test_two_engines_are_compared(address: str, engine: LocalAnswers, monkeypatc
     assert failed(checks_of(report)) == ()
     assert check_of(report, f"the same answers as {address}", "pass").num_tokens == 4 * 24
     assert all(drafting == Drafting("lookup", 5) for _, drafting in backend.asked)
+
+
+def test_plain_answers_without_a_text_are_compared_with_nothing(
+    engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's plain answers are times alone."""
+
+    def silent(ask: Answering, question: Question, drafting: Drafting) -> Answer:
+        found = ask(question)
+        return found if drafting.kind is not None else replace(found, token_ids=(), text="")
+
+    backend = Outside(engine, silent, limits={"plain_texts": False})
+    register(monkeypatch, backend)
+    report = audit(temperatures=(0.0,))
+    assert failed(checks_of(report)) == ()
+    assert "shows no text" in check_of(report, AS_PLAIN, "not asked").found
+    assert {drafting.kind for _, drafting in backend.asked} == {"lookup"}
 
 
 def test_tokens_are_counted_where_texts_alone_are_known(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch) -> None:
