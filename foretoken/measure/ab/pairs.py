@@ -38,7 +38,7 @@ class Observed:
     """One answer as its client saw it, in seconds; `error` is "" for a complete answer. `text` is the answer.
 
     `itl_s` is the mean time between two tokens behind the first piece of the answer; None where there is none. Without
-    `is_counted` the server did not say how many tokens there are.
+    `is_counted` the server did not say how many tokens there are, without `is_shown` nobody showed the text.
     """
 
     e2e_s: float
@@ -48,6 +48,7 @@ class Observed:
     text: str = ""
     error: str = ""
     is_counted: bool = True
+    is_shown: bool = True
 
     def by_characters(self) -> Observed:
         """The same with a quarter of its characters as its tokens."""
@@ -70,6 +71,11 @@ class Pair:
     def is_ok(self) -> bool:
         """Whether both answers are complete."""
         return not self.a.error and not self.b.error
+
+    @property
+    def has_equal_texts(self) -> bool | None:
+        """Whether both gave the same text; None where a side shows none."""
+        return self.a.text == self.b.text if self.a.is_shown and self.b.is_shown else None
 
     @property
     def has_equal_lengths(self) -> bool:

@@ -225,7 +225,7 @@ def _pair_values(pair: Pair) -> dict[str, Any]:
         for side in ("a", "b")
     }
     about = {"name": pair.plan.name, "slice": pair.plan.slice, "block": pair.plan.block, "a_first": pair.plan.a_first}
-    return about | sides | {"equal_text": pair.a.text == pair.b.text}
+    return about | sides | {"equal_text": pair.has_equal_texts}
 
 
 def metric_figure(metric: str, value: float) -> str:

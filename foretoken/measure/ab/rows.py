@@ -134,7 +134,7 @@ def _slice_row(name: str, pairs: Sequence[Pair], options: AbOptions) -> SliceRow
         num_tokens=tokens,
         tokens_per_s={side: tokens[side] / seconds[side] if seconds[side] > 0 else None for side in sides},
         ratio=paired_ratio(_measured(done, lambda pair: pair.b), _measured(done, lambda pair: pair.a)),
-        equal_texts=_share([pair.a.text == pair.b.text for pair in done]),
+        equal_texts=_share([equal for pair in done if (equal := pair.has_equal_texts) is not None]),
         equal_lengths=_share([pair.has_equal_lengths for pair in done]),
         cost_per_million=_costs(sides, options.prices, options.slo_ms),
     )

@@ -197,5 +197,11 @@ class AbSide:
         self.num_failed_in_a_row = 0
         itl_s = answer.decode_s / answer.decode_tokens if answer.decode_tokens > 0 and answer.decode_s > 0 else None
         return Observed(
-            answer.e2e_s, answer.num_emitted, answer.ttft_s, itl_s, answer.text, is_counted=answer.is_counted
+            answer.e2e_s,
+            answer.num_emitted,
+            answer.ttft_s,
+            itl_s,
+            answer.text,
+            is_counted=answer.is_counted,
+            is_shown=self.side.drafting.kind is not None or self.side.backend.capabilities.plain_texts,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import foretoken
-from foretoken.backend.answering import Answer, Drafting, Question
+from foretoken.backend.answering import Answer, Capabilities, Drafting, Question
 from foretoken.errors import ConfigError, InputError, UnavailableError
 from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, paired, plan_pairs
@@ -230,6 +230,9 @@ class Told:
 
     name = "told"
 
+    def __init__(self, plain_texts: bool = True) -> None:
+        self.capabilities = Capabilities(True, True, False, False, "total", False, plain_texts)
+
     def reset(self) -> None:
         pass
 
@@ -241,6 +244,20 @@ def test_an_answer_takes_what_its_backend_says_and_not_what_the_call_does() -> N
     """The call also reads the counters of a server, or the checkpoint that a program of llama.cpp runs on."""
     side = AbSide(OpenSide("A", Told(), Drafting(), {}))  # type: ignore[arg-type]
     assert side.ask(Question("x")) == Observed(0.8, 4, 0.2, pytest.approx(0.2), "text")
+
+
+def test_texts_that_nobody_showed_are_not_compared(tmp_path: Path) -> None:
+    """llama.cpp's plain answers are times alone."""
+    told = Told(plain_texts=False)
+    plain, drafted = (
+        AbSide(OpenSide("A", told, Drafting(kind), {})).ask(Question("x"))  # type: ignore[arg-type]
+        for kind in (None, "lookup")
+    )
+    options = options_of(tmp_path)
+    plan = next(iter(plan_pairs(options, read_prompts(options.replay))))
+    pairs = [Pair(plan, plain, drafted)]
+    assert [row.equal_texts for row in slice_rows(pairs, options)] == [None]
+    assert [pair.has_equal_texts for pair in (*pairs, Pair(plan, drafted, drafted))] == [None, True]
 
 
 def test_a_run_goes_on_from_its_file_and_stops_at_a_verdict(tmp_path: Path) -> None:
