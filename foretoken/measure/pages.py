@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 from foretoken.errors import InputError
-from foretoken.files import read_text, replace_text
+from foretoken.files import read_text, replace_text, to_json
 from foretoken.measure.html import PAGE_KEY, html_pages
-from foretoken.measure.plots import Plot, Point, Series
-from foretoken.measure.report import Report, Table
+from foretoken.measure.report import Report
 
 _RAW = re.compile(r'<pre class="raw">(.*?)</pre>', re.DOTALL)
 _OF_REPORT = ("command", "machine", "versions", "options", "caveats", "date", "files")
+_DEFAULTS: Mapping[str, Any] = {"options": {}, "caveats": [], "files": []}
+_LARGEST = 1e300  # of a number in a plot, whose axis is a little longer
 
 
 def write_pages(runs: Sequence[Path], title: str, out: Path) -> list[Report]:
@@ -41,7 +45,7 @@ def read_reports(run: Path) -> list[Report]:
     found = [unescape(raw) for raw in _RAW.findall(text)] if run.suffix.lower() == ".html" else [text]
     try:
         reports = [_report(json.loads(raw)) for raw in found]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _refused(run) from error
     if not reports:
         raise _refused(run)
@@ -54,32 +58,33 @@ def _refused(run: Path) -> InputError:
 
 
 def _report(raw: Mapping[str, Any]) -> Report:
-    page = raw[PAGE_KEY]
     results = {name: value for name, value in raw.items() if name not in (*_OF_REPORT, PAGE_KEY)}
-    return Report(
-        title=page["title"],
-        command=raw["command"],
-        options=raw.get("options", {}),
-        results=results,
-        tables=tuple(_table(one) for one in page["tables"]),
-        explained=page["explained"],
-        caveats=tuple(raw.get("caveats", ())),
-        conclusions=tuple(page["conclusions"]),
-        verdict=page["verdict"],
-        passed=page["passed"],
-        plots=tuple(_plot(one) for one in page["plots"]),
-        machine=raw["machine"],
-        versions=raw["versions"],
-        date=raw["date"],
-        files=tuple(raw.get("files", ())),
-    )
+    values = _DEFAULTS | raw[PAGE_KEY] | {name: raw[name] for name in _OF_REPORT if name in raw} | {"results": results}
+    report: Report = _made(Report, values)
+    for table in report.tables:
+        widths = {len(table.headings), *map(len, table.lines)}
+        if len(widths) > 1 or not table.justify or set(table.justify) - {"l", "r"}:
+            raise ValueError(f"a table with lines of {sorted(widths)} cells, justified by {table.justify!r}")
+    to_json(raw)  # what is nested too deeply for a page is found here
+    return report
 
 
-def _table(raw: Mapping[str, Any]) -> Table:
-    lists = {name: tuple(raw[name]) for name in ("headings", "notes", "styles")}
-    return Table(title=raw["title"], lines=tuple(map(tuple, raw["lines"])), justify=raw["justify"], **lists)
-
-
-def _plot(raw: Mapping[str, Any]) -> Plot:
-    series = tuple(Series(one["name"], tuple(Point(**point) for point in one["points"])) for one in raw["series"])
-    return Plot(**{**raw, "series": series})
+def _made(kind: Any, raw: Any) -> Any:  # noqa: ANN401 - any type of a report's fields, from any JSON value
+    """`raw` as `kind`; raises TypeError, ValueError or KeyError where it is something else."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(raw, Mapping):
+        hints = typing.get_type_hints(kind)
+        return typing.cast(Any, kind)(**{name: _made(hint, raw[name]) for name, hint in hints.items()})
+    if origin is tuple and isinstance(raw, list):
+        return tuple(_made(parts[0], one) for one in raw)
+    if origin is types.UnionType:  # with None
+        return None if raw is None else _made(parts[0], raw)
+    if kind is float:
+        fits = isinstance(raw, int | float) and not isinstance(raw, bool) and abs(raw) <= _LARGEST
+    elif origin is typing.Literal:
+        fits = raw in parts
+    else:
+        fits = isinstance(raw, origin or kind)
+    if not fits:
+        raise TypeError(f"{kind} expected")
+    return raw

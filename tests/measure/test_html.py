@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -159,3 +161,49 @@ def test_what_is_no_report_is_refused_by_name(tmp_path: Path, text: str, suffix:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=rf"{path.name}': is no report"):
         read_reports(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("page", "tables", 0, "justify"), ['"><b onclick="x()">']),
+        (("page", "tables", 0, "justify"), '"<'),
+        (("page", "tables", 0, "justify"), ""),
+        (("page", "tables", 0, "lines", 0), ["one"]),
+        (("page", "tables", 0, "lines", 0, 0), 1),
+        (("page", "tables", 0, "styles", 0), 1),
+        (("page", "plots", 0, "kind"), "pie"),
+        (("page", "plots", 0, "series", 0, "points", 0, "value"), "2"),
+        (("page", "plots", 0, "series", 0, "points", 0, "value"), float("inf")),
+        (("page", "plots", 0, "series", 0, "points", 0, "high"), 10**400),
+        (("page", "plots", 0, "baseline"), float("nan")),
+        (("page", "conclusions"), "text"),
+        (("machine",), ["abacus"]),
+        (("command",), 3),
+    ],
+)
+def test_a_report_with_a_value_of_another_kind_is_refused_by_name(
+    tmp_path: Path, place: tuple[str | int, ...], value: object
+) -> None:
+    path = tmp_path / "x.json"
+    write_report(dataclasses.replace(REPORT, conclusions=("Last.",)), path, "x")
+    raw: Any = json.loads(path.read_text("utf-8"))
+    inner = raw
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(InputError, match=r"x.json': is no report"):
+        write_pages([path], "t", tmp_path / "all.html")
+    assert not (tmp_path / "all.html").exists()
+
+
+@pytest.mark.parametrize("depth", [3_000, 200_000])
+def test_a_report_nested_too_deeply_is_refused_by_name(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "x.json"
+    write_report(REPORT, path, "x")
+    deep = "[" * depth + "]" * depth
+    path.write_text(path.read_text("utf-8").replace('"rows": []', f'"rows": {deep}'), encoding="utf-8")
+    assert deep in path.read_text("utf-8")
+    with pytest.raises(InputError, match=r"x.json': is no report"):
+        write_pages([path], "t", tmp_path / "all.html")
