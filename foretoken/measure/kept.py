@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FORMAT = "foretoken.kept/1"
 _OUTPUTS = frozenset({"out", "name", "resume", "price_per_hour", "slo_ms"})  # options that no measurement depends on
 
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)  # of other values
+
 _Value = TypeVar("_Value")
 
 
@@ -62,7 +64,7 @@ class KeptFile:
         except OSError as error:
             self.close()
             raise self._failed(error) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except _MALFORMED as error:
             self.close()
             raise self._refused(error) from error
         self.lines = found[1:]
@@ -101,8 +103,8 @@ class KeptFile:
             raise self._failed(error) from error
 
     def restored(self, read: Callable[[dict[str, Any]], _Value]) -> list[_Value]:
-        """What `read` makes of each line; a line that it fails on with KeyError, TypeError or ValueError is refused,
-        and the file closed.
+        """What `read` makes of each line; a line that it fails on as on other values (`_MALFORMED`) is refused, and the
+        file closed.
 
         Raises:
             StorageError: the file holds something else.
@@ -112,7 +114,7 @@ class KeptFile:
     def _made(self, read: Callable[[Any], _Value], value: Any) -> _Value:  # noqa: ANN401 - of a line
         try:
             return read(value)
-        except (KeyError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             self.close()
             raise self._refused(error) from error
 

@@ -137,6 +137,9 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         "3\n",
         '{"format": "foretoken.kept/0", "kind": "x", "run": {}}\n',
         '{"my": 1}',
+        f'{{"format": "{FORMAT}", "kind": "bench test", "run": [1]}}\n',
+        f'{{"format": "{FORMAT}", "kind": "bench test", "run": "x"}}\n',
+        "[" * 200_000 + "\n",
     ):
         path.write_text(content)
         with pytest.raises(StorageError, match="does not hold the measurements"):
@@ -152,6 +155,17 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         kept.restored(lambda line: line["answer"])
     with pytest.raises(StorageError, match="cannot keep the measurements"):
         opened(path / "below.jsonl")
+
+
+@pytest.mark.parametrize("line", ["[]", "3", "null", '{"answer": []}', '{"answer": 1}', '{"answer": "x"}'])
+def test_a_line_of_other_values_is_refused_by_the_file(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "kept.jsonl"
+    opened(path).close()
+    with path.open("a") as file:
+        file.write(line + "\n")
+    kept = opened(path)
+    with pytest.raises(StorageError, match=r"kept.jsonl does not hold the measurements.*name another file"):
+        kept.restored(lambda line: line["answer"][0].items())
 
 
 def test_contents_have_different_digests() -> None:
