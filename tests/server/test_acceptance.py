@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken.cli.app import app
-from foretoken.errors import ConfigError, GateError
+from foretoken.errors import ConfigError, GateError, StorageError
 from foretoken.measure.sequential import drop_evidence
 from foretoken.model.names import model_folder
 from foretoken.server.observe.acceptance import (
@@ -81,6 +81,48 @@ def test_a_history_of_the_version_before_gets_the_table(tmp_path: Path) -> None:
         connection.executescript("DROP TABLE acceptance; PRAGMA user_version = 1")
     with closing(connect(path, 1.0)) as connection:
         assert series_of(connection, "2100-01-01") == ()
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        "",
+        "3",
+        "[3]",
+        "[[1]]",
+        '[["a", 1]]',
+        "[[null, 1]]",
+        "[[1e400, 1]]",
+        b"\xff",
+        "[[4, 5]]",
+        "[[4, -1]]",
+        "[" * 9999,
+    ],
+)
+def test_places_that_are_none_cost_the_server_nothing_and_are_refused_by_the_file(
+    tmp_path: Path, places: str | bytes
+) -> None:
+    path = tmp_path / "history.db"
+    with closing(connect(path, 1.0)) as connection:
+        served(connection, 0, 0.5)
+        connection.execute("UPDATE acceptance SET day = '2026-01-01', places = ?", (places,))
+    with pytest.raises(StorageError, match=r"^history: cannot read .*history\.db: .*acceptance.*; take a backup"):
+        acceptance_series(path)
+    kept = History(path, 90.0, 64 * MIB)
+    kept.finished(record(began_unix_s=time.time()))
+    kept.close()
+    assert kept.series == ()
+    assert kept.num_dropped == 0
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM requests").fetchone()[0] == 1
+
+
+def test_a_history_without_the_table_is_refused_by_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    with closing(connect(path, 1.0)) as connection:
+        connection.execute("DROP TABLE acceptance")
+    with pytest.raises(StorageError, match=r"^history: cannot read .*history\.db: no such table"):
+        acceptance_series(path)
 
 
 def test_rows_are_bounded(tmp_path: Path) -> None:

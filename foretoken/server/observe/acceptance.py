@@ -120,7 +120,14 @@ def _row(connection: sqlite3.Connection, where: str, key: tuple[str, ...]) -> tu
 
 
 def _places(text: str) -> Places:
-    return tuple((int(drafted), int(accepted)) for drafted, accepted in json.loads(text))
+    """Raises sqlite3.DataError, as for other damage of the file, where `text` does not hold counts."""
+    try:
+        places = tuple((int(drafted), int(accepted)) for drafted, accepted in json.loads(text))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise sqlite3.DataError(f"the table acceptance holds {str(text)[:40]!r} where places belong") from error
+    if not all(0 <= accepted <= drafted for drafted, accepted in places):
+        raise sqlite3.DataError(f"the table acceptance holds {str(text)[:40]!r}: more accepted than drafted tokens")
+    return places
 
 
 def delete_old_days(connection: sqlite3.Connection) -> None:
@@ -132,7 +139,11 @@ def delete_old_days(connection: sqlite3.Connection) -> None:
 
 
 def series_of(connection: sqlite3.Connection, today: str, alpha: float = ALPHA) -> tuple[AcceptanceSeries, ...]:
-    """What the whole days before `today` say; the probability of a false alarm in any of them is about `alpha`."""
+    """What the whole days before `today` say; the probability of a false alarm in any of them is about `alpha`.
+
+    Raises:
+        sqlite3.Error: the file is damaged.
+    """
     found: dict[SeriesName, list[AcceptanceDay]] = {}
     rows = connection.execute(
         "SELECT day, model, drafter, slice, num_requests, places FROM acceptance WHERE day < ? ORDER BY day", (today,)

@@ -231,7 +231,11 @@ def acceptance_series(path: Path, alpha: float = acceptance.ALPHA) -> tuple[acce
     """Acceptance by day of a history, also while a server writes to it, and whether it has fallen: see `series_of`.
 
     Raises:
-        StorageError: the file cannot be read.
+        StorageError: the file cannot be read, or is damaged.
     """
     with closing(connect_reading(path)) as connection:
-        return acceptance.series_of(connection, acceptance.day_of(time.time()), alpha)
+        try:
+            return acceptance.series_of(connection, acceptance.day_of(time.time()), alpha)
+        except sqlite3.Error as error:
+            remedy = "take a backup, or let the server begin another file"
+            raise StorageError(f"history: cannot read {path}: {error}; {remedy}") from error
