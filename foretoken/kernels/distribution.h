@@ -28,6 +28,7 @@ using Choice = foretoken_choice;
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t SUMMED = 1024;  // numbers that are added in float32; what they make is added in float64
+constexpr float LOWEST_TEMPERATURE = 1e-37f;  // by a row's largest number; `text/sampling.py` has the same
 constexpr int64_t GROUP = 512;    // numbers of which 16 maxima are kept
 
 // A row of logits, float32 or bfloat16, and its largest number where Python knows which that is.
@@ -221,7 +222,7 @@ inline void cut_top_p(float dropped, Kept* kept) {
     }
     const float most = *std::max_element(probabilities.begin(), probabilities.end());
     size_t last = count - 1;
-    while (probabilities[last] != most) --last;
+    while (last > 0 && probabilities[last] != most) --last;
     kept->cut([&](size_t i) { return i == last || (bucket_of(probabilities[i]) >= border && !goes[i]); });
 }
 
@@ -229,10 +230,17 @@ inline bool has_filter(const Choice& choice, int64_t size) {
     return (choice.top_k > 0 && choice.top_k < size) || choice.dropped >= 0 || choice.min_p > 0;
 }
 
-// The largest score of a row.
+// The largest score of a row whose largest number is `most`. Raises `temperature` where that would be infinite: numbers
+// so large lie so far apart that nothing but the largest has a weight under either temperature.
+inline float scored(float most, float& temperature) {
+    temperature = std::max(temperature, std::fabs(most) * LOWEST_TEMPERATURE);
+    return most / temperature;
+}
+
+// The same for a row.
 template <class T>
-inline float most_of(const Row<T>& row, float temperature) {
-    return (row.best != nullptr ? number(row.x[*row.best]) : max_of(row.x, row.size, nullptr)) / temperature;
+inline float most_of(const Row<T>& row, float& temperature) {
+    return scored(row.best != nullptr ? number(row.x[*row.best]) : max_of(row.x, row.size, nullptr), temperature);
 }
 
 // Writes the exponentials of a block's scores less the largest to its place in `out`; their sum.
@@ -260,18 +268,20 @@ inline double put_exps(const Row<T>& row, float temperature, float most, float* 
 template <class T>
 inline Kept kept_of(const Row<T>& row, const Choice& choice, float* room) {
     Kept kept;
+    float temperature = choice.temperature;
     if (choice.top_k > 0 && choice.top_k < row.size) {
         std::vector<float> maxima;
-        const float most = max_of(row.x, row.size, &maxima) / choice.temperature;
-        take_top_k(row.x, row.size, choice.temperature, choice.top_k, std::move(maxima), &kept);
+        const float most = scored(max_of(row.x, row.size, &maxima), temperature);
+        take_top_k(row.x, row.size, temperature, choice.top_k, std::move(maxima), &kept);
         kept.exponentiate(most);
     } else if (choice.dropped >= 0) {
-        const double total = put_exps(row, choice.temperature, most_of(row, choice.temperature), room);
+        const float most = most_of(row, temperature);
+        const double total = put_exps(row, temperature, most, room);
         if (total > 0) take_likely(room, row.size, total, choice.dropped, &kept);
     } else {
-        const float most = most_of(row, choice.temperature);
+        const float most = most_of(row, temperature);
         const float margin = 1e-5f * (1.0f + std::fabs(most));  // of what is rounded before `exponentiate`
-        take_scores(row.x, row.size, choice.temperature, most + std::log(choice.min_p) - margin, &kept);
+        take_scores(row.x, row.size, temperature, most + std::log(choice.min_p) - margin, &kept);
         kept.exponentiate(most);
     }
     if (choice.dropped >= 0 && !kept.ids.empty()) cut_top_p(choice.dropped, &kept);
@@ -291,7 +301,9 @@ inline void distribution_of(const Row<T>& row, const Choice& choice, float* out)
         std::fill_n(out, row.size, 0.0f);
         for (size_t i = 0; i < kept.ids.size(); ++i) out[kept.ids[i]] = kept.weights[i] * scale;
     } else {
-        const double total = put_exps(row, choice.temperature, most_of(row, choice.temperature), out);
+        float temperature = choice.temperature;
+        const float most = most_of(row, temperature);
+        const double total = put_exps(row, temperature, most, out);
         const float scale = float(1.0 / total);
         for (int64_t i = 0; i < row.size; ++i) out[i] *= scale;
     }
@@ -307,10 +319,11 @@ inline float probability_of(const Row<T>& row, const Choice& choice, int64_t tok
         if (found == kept.ids.end() || *found != int32_t(token)) return 0.0f;
         return kept.weights[found - kept.ids.begin()] * float(1.0 / kept.total);
     }
-    const float most = most_of(row, choice.temperature);
-    const double total = exps_of(row, choice.temperature, most, [](int64_t, const Lanes&) {});
+    float temperature = choice.temperature;
+    const float most = most_of(row, temperature);
+    const double total = exps_of(row, temperature, most, [](int64_t, const Lanes&) {});
     const int64_t first = token - token % LANES;
-    const Lanes own = exp_below(load_scores(row.x + first, row.size - first) / choice.temperature - most);
+    const Lanes own = exp_below(load_scores(row.x + first, row.size - first) / temperature - most);
     return own[token % LANES] * float(1.0 / total);
 }
 

@@ -21,6 +21,7 @@ from foretoken.verify import first_max
 
 _SORT_WHOLE = 1024  # columns up to which sorting a whole row costs less than selecting what needs sorting
 _COLDEST = 1e-20
+_LOWEST_TEMPERATURE = 1e-37  # by a row's largest logit; `kernels/distribution.h` has the same
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)  # of logits that the compiled kernel takes
 
 
@@ -154,7 +155,7 @@ def _distributions(
     """One distribution per row for rows that share their parameters: [R, V] -> [R, V]; `best` [R] where it is known."""
     if temperature == 0.0:
         return torch.zeros_like(scores).scatter_(-1, (first_max(scores) if best is None else best).unsqueeze(-1), 1)
-    scores = scores / coldest(temperature)
+    scores = scores / _fitting(scores, coldest(temperature))
     if top_k > 0:
         kth = torch.topk(scores, min(top_k, scores.shape[-1])).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
@@ -164,6 +165,15 @@ def _distributions(
         probs = scores.softmax(-1)
         scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return scores.softmax(-1)
+
+
+def _fitting(scores: Tensor, temperature: float) -> Tensor | float:
+    """`temperature`, for each row of [R, V] not so low that its largest score would be infinite: [R, 1]. Numbers so
+    large lie so far apart that nothing but the largest has a weight under either.
+    """
+    if temperature >= 1:
+        return temperature
+    return (scores.amax(-1, keepdim=True).abs() * _LOWEST_TEMPERATURE).clamp(min=temperature)
 
 
 def _filter_top_p(scores: Tensor, top_p: float) -> Tensor:

@@ -21,7 +21,7 @@ from foretoken.kernels.build import FLAGS, built
 from foretoken.kernels.sampling import SOURCE, SamplingKernel, load, sampling_kernel
 from foretoken.text import randomness
 from foretoken.text.randomness import Purpose, RaceNoise, race_noise
-from foretoken.text.sampling import TopTwo, target_probs, top_two
+from foretoken.text.sampling import TopTwo, choices_of, target_probs, top_two
 from foretoken.verify import draw, race_winner, race_winners
 from tests.helpers.instruction_sets import INSTRUCTION_SETS
 
@@ -104,6 +104,32 @@ def check_distributions(logits: Tensor, params: Sequence[SamplingParams]) -> Non
         assert abs(float(own.double().sum()) - 1) < 2e-6, told
         other = (other.double() / other.double().sum()).to(other.dtype)
         torch.testing.assert_close(own, other, rtol=4e-6, atol=1e-37, msg=told)
+
+
+@pytest.mark.parametrize("largest", [3e38, 1e30, 1e19, -1e30])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 0.5])
+def test_huge_logits_at_a_low_temperature_leave_the_largest(
+    kernel: SamplingKernel, monkeypatch: pytest.MonkeyPatch, largest: float, temperature: float
+) -> None:
+    """Their quotient is infinite in 32 bits; a distribution of NaN would draw anything."""
+    logits = torch.full((len(FILTERS), 1500), largest)
+    logits -= logits.abs() / 2
+    logits[:, 700] = largest
+    logits[:, 9] = -torch.inf
+    params = [SamplingParams(temperature=temperature, **filters) for filters in FILTERS]
+    expected = torch.zeros_like(logits).scatter_(-1, torch.full((len(logits), 1), 700), 1)
+    best = top_two(logits).best
+    assert torch.equal(target_probs(logits, params), expected)
+    assert torch.equal(target_probs(logits, params, best), expected)
+    choices, races = choices_of(params, 1500), [(1, 2, row) for row in range(len(logits))]
+    starts, tokens = range(len(logits) + 1), [-1] * len(logits)
+    assert kernel.coupled(logits, choices, best, starts, tokens, tokens, races) == [700] * len(logits)
+    drafts, halves = torch.full((len(logits) - 1,), 700), torch.full((len(logits) - 1,), 0.5).double()
+    offsets = (0, len(drafts))
+    rows, following, chances = kernel.chains(logits, choices, best, offsets, drafts, halves, halves[:1])
+    assert (rows, following, set(chances)) == ([len(drafts)], [700], {1.0})
+    monkeypatch.setattr(compiled, "sampling_kernel", lambda: None)
+    assert torch.equal(target_probs(logits, params), expected)
 
 
 @pytest.mark.parametrize("vocab", [*VOCABS, 4095, 4097, 12_305])
