@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError, NumericsError, StorageError
+from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
 from foretoken.heads.base import HeadBatch
 from foretoken.heads.losses import compare, target_logits, weighted_loss
 from foretoken.train.frozen_target import FrozenTarget, StateCache
@@ -25,7 +25,7 @@ from foretoken.train.head_train_config import HeadTrainConfig
 from foretoken.train.optimizer import make_optimizers, rate_share, set_rate
 from foretoken.train.parallel import Ranks
 from foretoken.train.students import HeadAcceptance, Student, measure_head
-from foretoken.train.training_loop import TrainingLoop, check_same, read_meta, restore_state, save_state
+from foretoken.train.training_loop import STATE_WEIGHTS, TrainingLoop, check_same, read_meta, restore_state, save_state
 
 CURVE = "curve.jsonl"
 # What a resumed run may change: how long it is, and what does not touch its weights or the head that is kept.
@@ -243,16 +243,21 @@ class HeadTrainer(TrainingLoop):
         same = {name: value for name, value in asdict(self.config).items() if name not in _FREE}
         del same["loss"]["chunk_rows"]  # of one calculation
         check_same(meta["config"], same, self.folder, "train.")
-        if meta["data"] != self.data.train.digest:
+        if meta.get("data") != self.data.train.digest:
             raise ConfigError(
                 "out", str(self.folder), "the run there was started with another text; use that or another folder"
             )
         check_same(meta.get("shape", {}), self._shape(), self.folder)
         restore_state(self.folder, self.head, self.optimizers)
-        self.step, self.seconds, self._num_worse = meta["step"], meta["seconds"], meta["num_worse"]
-        if meta["best"] is not None:
-            best = meta["best"]
-            self.best = HeadAcceptance(**best | {"sampled": tuple(best["sampled"]), "greedy": tuple(best["greedy"])})
+        self.step, self.seconds = meta["step"], meta["seconds"]
+        try:
+            self._num_worse, best = int(meta["num_worse"]), meta["best"]
+            if best is not None:
+                places = {name: tuple(map(float, best[name])) for name in ("sampled", "greedy")}
+                self.best = HeadAcceptance(**best | places)
+        except (KeyError, TypeError, ValueError) as error:
+            path = self.folder / STATE_WEIGHTS
+            raise CheckpointError(f"{path} is no state of a head's run ({error}); remove it to start again") from error
         self._cut_curve()
         self._say(f"resumed at step {self.step} of {self.config.num_steps}")
 
@@ -262,11 +267,11 @@ class HeadTrainer(TrainingLoop):
         if not self.ranks.is_first or not path.exists():
             return
         kept = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= self.step:
                     kept.append(line + "\n")
-            except ValueError:  # the line that was being written
+            except (ValueError, LookupError, TypeError):  # the line that was being written, or none of ours
                 break
         path.write_text("".join(kept))
 

@@ -154,9 +154,9 @@ def check_resumed(job: RunJob, target: JobTarget, what: Mapping[str, Any]) -> No
     if not (job.out / STATE_WEIGHTS).exists() or not path.exists():
         return
     earlier = read_json("out", path)
-    if not isinstance(earlier, dict):
+    known = earlier.get("target", {}) if isinstance(earlier, dict) else None
+    if not isinstance(known, dict):
         raise StorageError(f"out: {path} is no manifest of a run; remove it, or use another folder")
-    known = earlier.get("target", {})
     if known.get("fingerprint", own := folder_fingerprint(target.folder)) != own:
         remedy = f"the run in {job.out} was started for another target, {known.get('name')}; use another folder"
         raise ConfigError("target", job.target, remedy)

@@ -29,6 +29,7 @@ from foretoken.train.parallel import Ranks
 from foretoken.train.run_options import TrainConfig
 
 STATE_WEIGHTS, STATE_JSON = "state.safetensors", "state.json"
+_META = {"step": int, "seconds": int | float, "config": dict}  # of every state; trainers add their own
 
 
 def save_state(
@@ -68,8 +69,11 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     try:
         with safe_open(path, framework="pt") as handle:
             meta: dict[str, Any] = json.loads(handle.metadata()["state"])
-            return meta
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        for name, kind in _META.items():
+            if not isinstance(meta[name], kind) or isinstance(meta[name], bool):
+                raise TypeError(f"{name} is {meta[name]!r:.40}")
+        return meta
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a complete training state ({error}); remove it to start again") from error
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
 from foretoken.heads.losses import LossConfig
@@ -371,6 +373,39 @@ def test_states_that_are_broken_or_of_another_head_are_refused(target: FrozenTar
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="not a complete training state"):
         tiny_trainer(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "1"), ("step", True), ("step", None), ("seconds", "1"), ("config", []), ("num_worse", []),
+        ("num_worse", None), ("best", 1), ("best", {}), ("best", {"sampled": [1], "greedy": 3}),
+    ],
+)  # fmt: skip
+def test_a_state_with_counters_of_another_kind_is_refused(
+    target: FrozenTarget, tmp_path: Path, name: str, value: object
+) -> None:
+    tiny_trainer(tmp_path, target).save()
+    path = tmp_path / "state.safetensors"
+    with safe_open(path, framework="pt") as file:
+        meta = json.loads(file.metadata()["state"])
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"state": json.dumps(meta | {name: value})})
+    with pytest.raises(CheckpointError, match=r"state\.safetensors is no.*; remove it to start again"):
+        tiny_trainer(tmp_path, target)
+    del meta[name]
+    save_file(tensors, path, metadata={"state": json.dumps(meta)})
+    with pytest.raises(CheckpointError, match=rf"state\.safetensors is no.*{name}.*; remove it to start again"):
+        tiny_trainer(tmp_path, target)
+
+
+@pytest.mark.parametrize("line", [b"{}", b"[]", b"3", b"null", b'{"step": "x"}', b"\xff"])
+def test_a_curve_ends_before_a_line_that_is_none(target: FrozenTarget, tmp_path: Path, line: bytes) -> None:
+    tiny_trainer(tmp_path, target).save()
+    curve = tmp_path / CURVE
+    curve.write_bytes(b'{"step": 0}\n' + line + b"\n")
+    tiny_trainer(tmp_path, target)
+    assert curve.read_text() == '{"step": 0}\n'
 
 
 def test_accumulated_batches_are_one_larger_batch(target: FrozenTarget, tmp_path: Path) -> None:

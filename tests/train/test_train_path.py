@@ -182,6 +182,10 @@ def test_a_run_goes_on_for_its_own_target_and_from_its_own_beginning(
     same.write_text(answered.read_text().replace(own, theirs))
     with pytest.raises(ConfigError, match=r"target=.*was started for another target"):
         run("medusa", "--target", other, "--answers", same, *SMALL, "--out", tmp_path / "first")
+    for manifest in ("[]", '{"target": 3}', '{"target": ["x"]}'):
+        (tmp_path / "first" / "run.json").write_text(manifest)
+        with pytest.raises(StorageError, match=r"run\.json is no manifest of a run; remove it"):
+            run(*words, "--out", tmp_path / "first")
 
 
 def test_a_run_without_answers_is_refused_before_the_library_is_read(folder: Path, tmp_path: Path) -> None:
