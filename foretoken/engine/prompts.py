@@ -299,14 +299,12 @@ class PromptEncoder:
     def _check_minimum(self, field: str, text: str, context: int | None, is_plain: bool = False) -> None:
         """Refuse a text that cannot stay below `context` tokens, as far as that is known without encoding it."""
         if context is not None:
-            check_text(field, text)
+            _check_text(field, text)
             least = self._of_field(field, text).min_num_tokens(text, context + _AT_SEAM, is_plain) - _AT_SEAM
             check_length(least, context, is_minimum=True)
 
     def _encode(self, field: str, text: object, add_special_tokens: bool, is_plain: bool = False) -> list[int]:
-        if not isinstance(text, str):
-            raise InputError(field, text, "must be a text")
-        check_text(field, text)
+        text = _check_text(field, text)
         tokenizer = self._of_field(field, text)
         ids = tokenizer.encode_plain(text) if is_plain else tokenizer.encode(text, add_special_tokens)
         beyond = next((token for token in ids if token >= self._vocab_size), None)
@@ -321,6 +319,14 @@ class PromptEncoder:
         if self._tokenizer is None:
             raise InputError(field, value, f"{self._folder} has no tokenizer; give token ids instead of text")
         return self._tokenizer
+
+
+def _check_text(field: str, text: object) -> str:
+    """`text`, which is one, and can be encoded in UTF-8."""
+    if not isinstance(text, str):
+        raise InputError(field, text, "must be a text")
+    check_text(field, text)
+    return text
 
 
 def _check_media(messages: Conversation) -> None:

@@ -345,11 +345,17 @@ def test_an_answer_says_whether_its_tokens_were_counted(fake: Fake) -> None:
         ("-3", 0.1, 0.1),
         ("soon", 1, 1),
         ("nan", 1, 1),
-        (format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True), 3000, 3600),
     ],
 )
 def test_when_a_server_may_be_asked_again(said: str | None, low: float, high: float) -> None:
     assert low <= retry_after_s(httpx2.Response(429, headers={} if said is None else {"retry-after": said})) <= high
+
+
+def test_a_server_may_name_the_time_of_day() -> None:
+    said = format_datetime(datetime.now(UTC) + timedelta(hours=100), usegmt=True)
+    assert 0 < retry_after_s(httpx2.Response(429, headers={"retry-after": said})) <= 360_000
+    past = format_datetime(datetime.now(UTC) - timedelta(hours=1), usegmt=True)
+    assert 0 < retry_after_s(httpx2.Response(429, headers={"retry-after": past})) <= 1
 
 
 @pytest.mark.parametrize(
