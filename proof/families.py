@@ -112,9 +112,9 @@ through transformers.
 | safetensors folder | all below | as stored, or in another `dtype` | F32, F16, BF16 (F64 natively) |
 | GGUF file | all native families but `glm` | native; quantised matrices are multiplied by their codes | F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K (so Q4_K_M, Q5_K_M, Q6_K ...), Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4 |
 | GGUF file | all others | refused | IQ1_*, IQ2_*, IQ3_*, TQ*, NVFP4, Q1_0 |
-| GPTQ | native families | native, by codes | 4 and 8 bits, groups of a multiple of 32 or one scale per output, symmetric or not, `gptq` and `gptq_v2`; also AutoGPTQ's older folders (`quantize_config.json`, one `gptq_model-*.safetensors`) |
-| AWQ | native families | native, by codes | 4 bits, version `gemm`, groups as for GPTQ |
-| compressed-tensors | native families | native, by codes | `pack-quantized` (int4, int8), `int-quantized`, `naive-quantized` (int8), per matrix, output or group, with zero points |
+| GPTQ | native families | native, by codes | 4 and 8 bits, groups of a multiple of 32 or one scale per output, symmetric or not, `gptq` and `gptq_v2`; also AutoGPTQ's older folders (`quantize_config.json`, `gptq_model-*.safetensors` whole or in shards with their index) |
+| AWQ | native families | native, by codes | 4 bits, version `gemm`, groups as for GPTQ; also AutoAWQ's older folders (`quant_config.json`) |
+| compressed-tensors | native families | native, by codes | `pack-quantized` (int4, int8), `int-quantized`, `naive-quantized` (int8), per matrix, output or group, with zero points; groups may be named by a preset (`"W4A16": ["Linear"]`) |
 | GPTQ or compressed-tensors with act-order, other groups | native families | native, dequantised when loaded | as above, with `g_idx`, groups that 32 does not divide |
 | FP8 | native families | native, dequantised when loaded | e4m3 of `fp8` and `float-quantized`: blocks (`weight_scale_inv`), per output, per matrix |
 | GPTQ and AWQ of other bits or layouts or with a `rotation`, FP4, 2:4 sparsity, bitsandbytes ... | native families | through transformers, if it can with the packages that are installed; otherwise refused | |
