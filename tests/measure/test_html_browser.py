@@ -9,9 +9,9 @@ import pytest
 
 from foretoken.measure.html import html_page
 from tests.measure.test_html import REPORT
-from tests.server.serving import chromium
+from tests.server.serving import chromium, opened_browser
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: run scripts/get_browser.sh")
 
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
@@ -22,8 +22,7 @@ def test_a_report_opens_offline_without_an_error_and_fits_a_phone(tmp_path: Path
     path, errors, requests = tmp_path / "report.html", [], []
     path.write_text(html_page(REPORT), encoding="utf-8")
     colours: dict[str, Any] = {}
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+    with opened_browser() as browser:
         for scheme in ("light", "dark"):
             with browser.new_context(
                 viewport={"width": 390, "height": 844}, color_scheme=scheme, offline=True
@@ -36,7 +35,6 @@ def test_a_report_opens_offline_without_an_error_and_fits_a_phone(tmp_path: Path
                 assert page.locator("svg").count() >= 2
                 assert page.evaluate(WIDTH) <= 390
                 colours[scheme] = page.evaluate(BACKGROUND)
-        browser.close()
     assert errors == []
     assert set(requests) == {path.as_uri()}
     assert colours["light"] != colours["dark"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,6 +23,17 @@ def chromium() -> str | None:
     named = os.environ.get("FORETOKEN_CHROMIUM")
     own = FOLDER / "chromium"
     return named or (str(own) if own.is_file() else next(filter(None, map(shutil.which, _NAMES)), None))
+
+
+@contextmanager
+def opened_browser() -> Iterator[Any]:
+    """A browser of playwright while the block runs."""
+    from playwright import sync_api
+
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
 
 
 @contextmanager

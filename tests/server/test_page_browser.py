@@ -18,9 +18,9 @@ from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.page.page import page_router, stats_router
-from tests.server.serving import FOLDER, chromium, served
+from tests.server.serving import FOLDER, chromium, opened_browser, served
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: run scripts/get_browser.sh")
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n"
@@ -45,10 +45,8 @@ def url(engine: AsyncEngine) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+    with opened_browser() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from foretoken.engine.async_engine import AsyncEngine
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.page.page import page_router, stats_router
-from tests.server.serving import chromium, served
+from tests.server.serving import chromium, opened_browser, served
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: run scripts/get_browser.sh")
 
 ENDED = ".turn:last-child .answer[aria-busy=false]"
@@ -36,10 +36,8 @@ def url(chat_folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+    with opened_browser() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture
