@@ -73,17 +73,17 @@ def marked_last(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     """The messages with a mark behind the text of the last one, for `cut_at_mark`.
 
     Raises:
-        InputError: the last message has no text.
+        InputError: the last message has no text, or calls tools behind it.
     """
     last = dict(messages[-1]) if messages else {}
-    content = last.get("content")
+    content = None if last.get("tool_calls") else last.get("content")
     if isinstance(content, str):
         last["content"] = content + _MARK
     else:
         parts = [dict(part) for part in content] if isinstance(content, list) else []
         texts = [part for part in parts if isinstance(part.get("text"), str)]
         if not texts:
-            raise InputError("continue_final_message", True, "needs a last message whose content is a text")
+            raise InputError("continue_final_message", True, "needs a last message that is a text and calls no tool")
         texts[-1]["text"] += _MARK
         last["content"] = parts
     return [*messages[:-1], last]

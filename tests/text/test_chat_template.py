@@ -132,6 +132,13 @@ def test_a_last_message_is_continued_where_transformers_continues_it(
     assert own.apply_chat_template(chat, options=both) == expected
 
 
+def test_a_message_that_calls_a_tool_is_not_continued(tmp_path: Path) -> None:
+    own = load_tokenizer(tiny_tokenizer(tmp_path)).with_template("{{ messages[0].content }}")
+    chat = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    with pytest.raises(InputError, match=r"continue_final_message=True.*calls no tool"):
+        own.apply_chat_template(chat, options={"continue_final_message": True})
+
+
 @pytest.mark.parametrize(
     ("template", "content", "named"),
     [

@@ -143,9 +143,10 @@ def _openai_message(error: ApiError) -> str:
     """
     if error.code == "context_length_exceeded" and "n_prompt_tokens" in error.extra:
         num_prompt, num_context = error.extra["n_prompt_tokens"], error.extra["n_ctx"]
+        more = " or more" if "tokens or more" in error.detail else ""  # a very long prompt is not counted whole
         return (
             f"{error.param}: this model's maximum context length is {num_context} tokens, "
-            f"and the prompt has {num_prompt}; shorten it to at most {num_context - 1} ({error.code})"
+            f"and the prompt has {num_prompt}{more}; shorten it to at most {num_context - 1} ({error.code})"
         )
     return error.detail
 
