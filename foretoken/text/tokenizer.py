@@ -6,27 +6,24 @@ own.
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import tokenizers
 
 from foretoken.errors import CheckpointError, InputError, UnsupportedModelError
 from foretoken.files import read_text
-from foretoken.model.fields import check_links, read_json, shown
+from foretoken.model.fields import check_links, read_json
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
 from foretoken.text.chat_template import chat_templates, cut_at_mark, marked_last, render
+from foretoken.text.encoders import TextEncoder, broken_means, is_panic, rust_encoder, transformers_encoder
 from foretoken.text.gguf_tokenizer import read_tokenizer
-from foretoken.text.token_bytes import literal_ids, token_writer
-from foretoken.text.token_count import TokenCounter
+from foretoken.text.token_bytes import token_writer
 
 _OTHER_FILES = (
     "tokenizer.model",
@@ -37,24 +34,7 @@ _OTHER_FILES = (
     "tokenizer_config.json",
     "tekken.json",
 )
-_LONG_CHARS = 2048  # a text of milliseconds
 _TRIAL = "Tokens: 12 naïve 猫 😀\n\tend\x00."
-
-_Foreign: TypeAlias = Any  # objects of transformers, which has no types
-
-
-class _Backend(Protocol):
-    """What is asked of the library underneath."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def encode_plain(self, text: str) -> list[int]: ...
-    def min_num_tokens(self, text: str, enough: int, is_plain: bool) -> int: ...
-    def decode(self, ids: Sequence[int], has_specials: bool) -> str: ...
-    def token(self, token_id: int) -> str | None: ...
-    def vocabulary(self) -> dict[str, int]: ...
-    def special_ids(self) -> frozenset[int]: ...
-    def literal_ids(self) -> frozenset[int]: ...
-    def decoder(self) -> dict[str, Any]: ...
 
 
 class Tokenizer:
@@ -63,7 +43,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: _Backend, folder: Path, settings: Mapping[str, Any], template: str | None = None
+        self, backend: TextEncoder, folder: Path, settings: Mapping[str, Any], template: str | None = None
     ) -> None:
         self._backend, self.folder, self._settings, self._template = backend, folder, settings, template
         self.special_ids = backend.special_ids()
@@ -268,14 +248,14 @@ def load_tokenizer(folder: Path, chat_template: Path | str | None = None) -> Tok
 
 def _found(folder: Path) -> Tokenizer | None:
     if is_gguf(folder):
-        with _broken_means(f"the tokenizer in {folder} cannot be read", UnsupportedModelError):
+        with broken_means(f"the tokenizer in {folder} cannot be read", UnsupportedModelError):
             found = read_tokenizer(read_header(folder))
-            return None if found is None else _tried(Tokenizer(_Fast(found[0], str(folder)), folder, found[1]))
+            return None if found is None else _tried(Tokenizer(rust_encoder(found[0], str(folder)), folder, found[1]))
     check_links(folder)
     file = folder / "tokenizer.json"
     if file.exists():
-        with _broken_means(f"{file} cannot be read"):
-            backend = _Fast(tokenizers.Tokenizer.from_file(str(file)), str(file))
+        with broken_means(f"{file} cannot be read"):
+            backend = rust_encoder(tokenizers.Tokenizer.from_file(str(file)), str(file))
         return _tried(Tokenizer(backend, folder, _read_settings(folder)))
     others = [name for name in _OTHER_FILES if (folder / name).exists()]
     if not others:
@@ -285,7 +265,7 @@ def _found(folder: Path) -> Tokenizer | None:
 
 def _tried(tokenizer: Tokenizer) -> Tokenizer:
     """Use every part once: files that are read without complaint may still not work."""
-    with _broken_means(f"the tokenizer in {tokenizer.folder} does not work"):
+    with broken_means(f"the tokenizer in {tokenizer.folder} does not work"):
         for text in ("", "a", _TRIAL):
             tokenizer.decode(tokenizer.encode(text))
         ids = tokenizer.vocabulary.values()
@@ -294,160 +274,18 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-@contextmanager
-def _broken_means(complaint: str, *mistakes: type[Exception]) -> Iterator[None]:
-    """Turn what the library underneath raises into a `CheckpointError`, but `mistakes`, which are the caller's."""
-    passed: tuple[type[Exception], ...] = (CheckpointError, *mistakes)
-    try:
-        yield
-    except passed:
-        raise
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{complaint} ({error}); download it again") from error
-    except BaseException as error:
-        if not _is_panic(error):
-            raise
-        raise CheckpointError(f"{complaint} (the library failed: {error}); download it again") from error
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether the library's Rust code panicked: a BaseException whose class can be imported from nowhere."""
-    return type(error).__name__ == "PanicException"
-
-
-class _Fast:
-    """The Rust library; `where` names the file in errors."""
-
-    def __init__(self, inner: tokenizers.Tokenizer, where: str) -> None:
-        self._inner, self._where = inner, where
-        inner.no_truncation()  # some files ask for it; a prompt must never be shortened in silence
-        inner.no_padding()
-        self._plain: tokenizers.Tokenizer | None = None  # a copy that reads special tokens as text
-        self._counter: TokenCounter | None = None
-        added = inner.get_added_tokens_decoder()
-        self._literal = literal_ids(
-            self.decoder(), {number: token.content for number, token in added.items() if not token.special}
-        )
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._ids(self._inner, text, add_special_tokens)
-
-    def encode_plain(self, text: str) -> list[int]:
-        return self._ids(self._plain_copy(), text, False)
-
-    def min_num_tokens(self, text: str, enough: int, is_plain: bool) -> int:
-        if self._counter is None:
-            self._counter = TokenCounter(self._inner)
-        inner = self._plain_copy() if is_plain else self._inner
-        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
-            return self._counter.minimum(inner, text, enough)
-
-    def _plain_copy(self) -> tokenizers.Tokenizer:
-        if self._plain is None:
-            plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
-            plain.encode_special_tokens = True
-            self._plain = plain
-        return self._plain
-
-    def _ids(self, inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        with _broken_means(f"{self._where} cannot encode {shown(text)}", TypeError):
-            if len(text) > _LONG_CHARS:  # `encode` lets no other thread of Python run; a batch does
-                found = inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-            else:
-                found = inner.encode(text, add_special_tokens=add_special_tokens)
-            ids: list[int] = found.ids
-        return ids
-
-    def decode(self, ids: Sequence[int], has_specials: bool) -> str:
-        with _broken_means(f"{self._where} cannot decode some tokens", TypeError, OverflowError):
-            if self._literal.isdisjoint(ids):
-                text: str = self._inner.decode(list(ids), skip_special_tokens=not has_specials)
-                return text
-            parts = [
-                "".join(self.token(token_id) or "" for token_id in run)
-                if is_literal
-                else self._inner.decode(list(run), skip_special_tokens=not has_specials)
-                for is_literal, run in itertools.groupby(ids, self._literal.__contains__)
-            ]
-        return "".join(parts)
-
-    def token(self, token_id: int) -> str | None:
-        token: str | None = self._inner.id_to_token(token_id)
-        return token
-
-    def vocabulary(self) -> dict[str, int]:
-        return dict(self._inner.get_vocab(with_added_tokens=True))
-
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(
-            token_id for token_id, token in self._inner.get_added_tokens_decoder().items() if token.special
-        )
-
-    def literal_ids(self) -> frozenset[int]:
-        return self._literal
-
-    def decoder(self) -> dict[str, Any]:
-        if self._inner.decoder is None:
-            return {}
-        # What it is pickled as. Writing the whole tokenizer would list every id up to the largest, whatever that is.
-        described: dict[str, Any] = json.loads(self._inner.decoder.__getstate__())
-        return described
-
-
-class _Slow:
-    """A tokenizer that transformers implements in Python."""
-
-    def __init__(self, inner: _Foreign) -> None:
-        self._inner = inner
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
-
-    def encode_plain(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-    def min_num_tokens(self, text: str, enough: int, is_plain: bool) -> int:  # noqa: ARG002 - the protocol's
-        return 0
-
-    def decode(self, ids: Sequence[int], has_specials: bool) -> str:
-        known = [token_id for token_id in ids if self.token(token_id) is not None]
-        skips = not has_specials
-        return str(self._inner.decode(known, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
-
-    def token(self, token_id: int) -> str | None:
-        if not 0 <= token_id < len(self._inner):
-            return None
-        token: str | None = self._inner.convert_ids_to_tokens(token_id)
-        return token
-
-    def vocabulary(self) -> dict[str, int]:
-        return dict(self._inner.get_vocab())
-
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(self._inner.all_special_ids)
-
-    def literal_ids(self) -> frozenset[int]:
-        return frozenset()
-
-    def decoder(self) -> dict[str, Any]:
-        return {}
-
-
-def _from_transformers(folder: Path, file: str) -> _Backend:
+def _from_transformers(folder: Path, file: str) -> TextEncoder:
     from transformers import AutoTokenizer
 
     try:
         with quiet_transformers():
             inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except BaseException as error:  # whatever a foreign file makes a foreign library raise
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         remedy = "add a tokenizer.json, or install the package that reads it (sentencepiece, tiktoken)"
         raise CheckpointError(f"the tokenizer in {folder} ({file}) cannot be read: {error}; {remedy}") from error
-    fast = getattr(inner, "backend_tokenizer", None)
-    return (
-        _Fast(fast, f"the tokenizer in {folder} ({file})") if isinstance(fast, tokenizers.Tokenizer) else _Slow(inner)
-    )
+    return transformers_encoder(inner, f"the tokenizer in {folder} ({file})")
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from foretoken.engine.prompts import PromptEncoder
 from foretoken.errors import ContextLengthError
-from foretoken.text import tokenizer as text_tokenizer
+from foretoken.text import encoders
 from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import tiny_tokenizer
 from tests.helpers.foreign_tokenizers import foreign_tokenizer
@@ -92,13 +92,13 @@ def test_a_text_far_beyond_the_context_is_not_encoded(
     tokenizer = load_tokenizer(tiny_tokenizer(tmp_path, 400, chat_template=template))
     assert tokenizer is not None
     encoder = PromptEncoder(tokenizer, tmp_path, 400)
-    read = text_tokenizer._Fast._ids
+    read = encoders._Fast._ids
 
     def checked(self: Any, inner: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         assert len(text) < LONG
         return read(self, inner, text, add_special_tokens)
 
-    monkeypatch.setattr(text_tokenizer._Fast, "_ids", checked)
+    monkeypatch.setattr(encoders._Fast, "_ids", checked)
     for ask in (
         lambda: encoder.encode(text, CONTEXT),
         lambda: encoder.encode_chat([{"role": "user", "content": text}], context=CONTEXT),
@@ -113,8 +113,8 @@ def test_many_special_tokens_are_not_all_encoded(tmp_path: Path, monkeypatch: py
     """Each that a message spells is encoded for itself."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     encoder = PromptEncoder(load_tokenizer(tiny_tokenizer(tmp_path, 400, chat_template=template)), tmp_path, 400)
-    asked, read = list[str](), text_tokenizer._Fast._ids
-    monkeypatch.setattr(text_tokenizer._Fast, "_ids", lambda *given: (asked.append(given[2]), read(*given))[1])
+    asked, read = list[str](), encoders._Fast._ids
+    monkeypatch.setattr(encoders._Fast, "_ids", lambda *given: (asked.append(given[2]), read(*given))[1])
     with pytest.raises(ContextLengthError, match="tokens or more"):
         encoder.encode_chat([{"role": "user", "content": "<|endoftext|>x" * 5000}], context=CONTEXT)
     assert len(asked) < 6 * CONTEXT
