@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Request
-from foretoken.engine.lengths import check_length
+from foretoken.engine.prompts import check_length
 from foretoken.engine.request import PreparedRequest, TextAssembler
 from foretoken.errors import CapacityError, ConfigError, InputError
 from foretoken.kernels.sampling import runs_on

@@ -22,11 +22,11 @@ from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOption
 from foretoken.engine.driver import Driver, OnStep, Owner, Turns
 from foretoken.engine.engine import Engine
 from foretoken.engine.observers import Trace, adapt
+from foretoken.engine.prompt_encoder import PromptEncoder
 from foretoken.engine.prompts import (
     Conversation,
     Message,
     Prompt,
-    PromptEncoder,
     as_conversations,
     as_prompt,
     as_prompts,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.engine.prompts import PromptEncoder
+from foretoken.engine.prompt_encoder import PromptEncoder
 from foretoken.errors import InputError
 from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import tiny_tokenizer

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.engine.prompts import PromptEncoder, QuotedSpecials
+from foretoken.engine.prompt_encoder import PromptEncoder
 from foretoken.errors import InputError
+from foretoken.text.quoted_specials import QuotedSpecials
 from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
 from tests.text.test_tokenizer import byte_fallback

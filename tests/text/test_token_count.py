@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from foretoken.engine.prompts import PromptEncoder
+from foretoken.engine.prompt_encoder import PromptEncoder
 from foretoken.errors import ContextLengthError
 from foretoken.text import encoders
 from foretoken.text.tokenizer import load_tokenizer
