@@ -50,7 +50,7 @@ ALIKE = (
     "block:cut/best_first",
 )
 # Chains of a model, of a lookup, of the text, of first layers, and those that read hidden states.
-USUAL = ("draft_model", "ngram", "recycling", "predicted", "early_exit", "eagle", "mtp")
+USUAL = ("ngram", "recycling", "predicted", "early_exit", "eagle")
 pytestmark = pytest.mark.filterwarnings("ignore:draft .* has another tokenizer", "ignore:the draft has")
 
 

@@ -104,7 +104,7 @@ CASES: dict[str, tuple[SpecConfig, Made | None]] = {
 }
 
 
-REPEATED = ("draft_model", "early_exit", "eagle:1", "block")
+REPEATED = ("draft_model", "early_exit", "eagle:1", "eagle/best_first", "block")
 
 
 @dataclass

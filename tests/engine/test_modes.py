@@ -15,6 +15,7 @@ import foretoken
 from foretoken import LLM, GenerateOutput, SamplingParams, SpecConfig
 from tests.helpers.checkpoints import token_ids
 from tests.helpers.specs import predicting, spec_of
+from tests.helpers.usual import some_of
 
 PROMPT = token_ids(5, seed=3) * 3
 ASKED = (
@@ -102,7 +103,7 @@ def usual(pair: SimpleNamespace) -> list[object]:
 
 
 @pytest.mark.filterwarnings("ignore:the draft has")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some_of(MODES, {"float16", "inference mode"}))
 def test_answers_do_not_depend_on_modes_of_the_caller(mode: str, pair: SimpleNamespace, usual: list[object]) -> None:
     """An engine that was opened in a mode answers inside of it and outside as one that was opened without."""
     with MODES[mode]():

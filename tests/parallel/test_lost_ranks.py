@@ -242,6 +242,7 @@ def test_a_connection_that_is_known_to_be_closed_is_a_lost_rank(fails: str) -> N
         exchange.all_gather(torch.ones(1, 2))
 
 
+@pytest.mark.repeated
 def test_a_learner_keeps_its_number_of_threads(pair: SimpleNamespace) -> None:
     """It asks for embeddings and logits from a thread with one; passes are computed with the group's number."""
     found, asked = list[int](), torch.tensor([1, 2])

@@ -25,6 +25,7 @@ from tests.helpers.gguf_files import write_gguf
 from tests.helpers.mtp_checkpoints import add_mtp
 from tests.helpers.specs import predicting, spec_of
 from tests.helpers.tiny_heads import KINDS
+from tests.helpers.usual import some_of
 
 # A third of a target of two layers is as small as a draft of one.
 pytestmark = pytest.mark.filterwarnings("ignore:the draft has .* MB of weights to read")
@@ -145,6 +146,7 @@ def test_plans_of_another_thread_take_no_moves_from_a_pass(
     assert num_asked
 
 
+@pytest.mark.repeated
 def test_quantised_experts_of_a_file_are_divided(tmp_path: Path) -> None:
     """A mixture with a shared expert, whose file has codes: by the channels of every expert. Other forms: proof/."""
     shape = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "moe_intermediate_size": 96}
@@ -175,7 +177,7 @@ def test_a_rank_with_other_logits_changes_no_token(
         assert answers(llm, specs, [GREEDY] * 2) == answers(one, specs, [GREEDY] * 2)
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("weights", some_of(["auto", "int8"], ["int8"]))
 def test_strict_logits_are_those_of_one_process(pair: SimpleNamespace, weights: str) -> None:
     """Alone and among others; bit for bit but for torch's float32 products, which may sum by the shape of a matrix."""
     texts = [token_ids(7, seed=seed) for seed in range(3)]

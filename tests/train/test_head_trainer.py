@@ -429,6 +429,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
         torch.save(weights(trainer), Path(folder) / f"weights{rank}.pt")
 
 
+@pytest.mark.repeated
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

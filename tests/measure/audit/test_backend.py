@@ -191,7 +191,9 @@ def test_one_other_token_is_found(engine: LocalAnswers, monkeypatch: pytest.Monk
     assert detail.endswith("give --target: its logits tell near ties from errors")
 
 
-@pytest.mark.parametrize("token_ids", [True, False], ids=["ids", "texts"])
+@pytest.mark.parametrize(
+    "token_ids", [pytest.param(True, id="ids"), pytest.param(False, marks=pytest.mark.repeated, id="texts")]
+)
 def test_another_temperature_is_found(engine: LocalAnswers, monkeypatch: pytest.MonkeyPatch, token_ids: bool) -> None:
     def warm(ask: Answering, question: Question, _: Drafting) -> Answer:
         return ask(replace(question, temperature=1.8 * question.temperature))
