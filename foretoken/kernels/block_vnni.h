@@ -12,7 +12,7 @@ namespace {
 // Rows of a tile, for which codes are loaded once: 32 registers hold the totals and the sums of 12, and what they share.
 constexpr int MAX_ROWS = 12;
 
-inline __m512 halves_at(const uint16_t* at) {
+FORETOKEN_INLINE __m512 halves_at(const uint16_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
@@ -24,19 +24,19 @@ constexpr int32_t SHIFTED_BITS = NEAREST_BITS;
 
 inline int32_t sums_begin_with(const Matrix& w) { return w.form == FLOAT ? 0 : SHIFTED_BITS; }
 
-inline __m512 wholes_at(const void* from, int64_t index) {
+FORETOKEN_INLINE __m512 wholes_at(const void* from, int64_t index) {
     const auto* at = reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(from) + index);
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)));
 }
 
 // 16 scales or minimums: those at `index`, which are multiplied by those at `super` if they are whole numbers.
-inline __m512 numbers_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
+FORETOKEN_INLINE __m512 numbers_at(const void* from, const uint16_t* supers, int32_t form, int64_t index, int64_t super) {
     if (form == FLOAT) return _mm512_loadu_ps(static_cast<const float*>(from) + index);
     if (form == WHOLE) return _mm512_mul_ps(halves_at(supers + super), wholes_at(from, index));
     return halves_at(static_cast<const uint16_t*>(from) + index);
 }
 
-inline __m512 minimums_at(const Matrix& w, __m512 scale, int64_t index, int64_t super) {
+FORETOKEN_INLINE __m512 minimums_at(const Matrix& w, __m512 scale, int64_t index, int64_t super) {
     if (w.form == MULTIPLE) return _mm512_mul_ps(scale, wholes_at(w.minimums, index));
     return numbers_at(w.minimums, w.super_minimums, w.form, index, super);
 }
@@ -44,7 +44,7 @@ inline __m512 minimums_at(const Matrix& w, __m512 scale, int64_t index, int64_t 
 // The codes of chunk C of a group. Below 8 bits, the first half of the chunks lies in low nibbles, the second in high
 // ones; one more line holds the bits above those, of chunk C from bit (BITS - 4) * C on.
 template <int BITS, int GROUP, int C>
-inline __m512i codes_of(const uint8_t* codes) {
+FORETOKEN_INLINE __m512i codes_of(const uint8_t* codes) {
     if constexpr (BITS == 8) {
         return _mm512_loadu_si512(codes + LINE * C);
     } else {

@@ -239,7 +239,7 @@ void multiply_in_tiles(Tiles& registers, int8_t* room, const Matrix& w, const Ac
         };
         if (room != nullptr) {
             unpack_block<bits, group>(w, groups, block, ahead, room);
-            run([&] { return UnpackedBefore<group>{room}; });
+            run([&] { return UnpackedBefore<group>(room, groups); });
         } else {
             run([&] { return UnpackedAhead<bits, group>(w, groups, block, ahead); });
         }
