@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from foretoken.config import SpecConfig
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.model.fields import Fields, read_json, shown
+from foretoken.model.fields import Fields, read_json, refuse_adapter, shown
 from foretoken.model.names import model_folder
 
 # What other engines run and this one does not, with what to take in its place.
@@ -52,8 +52,9 @@ def head_kind(folder: Path) -> str:
 
     Raises:
         CheckpointError: no directory of a head, or one whose weights are pickles.
-        UnsupportedModelError: a kind of head that is not run here; the message names it.
+        UnsupportedModelError: a kind of head that is not run here; the message names it. Or a LoRA adapter.
     """
+    refuse_adapter(folder)
     fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
     kind = kind_of(fields)
     if kind is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from foretoken.errors import CheckpointError
+from foretoken.errors import CheckpointError, UnsupportedModelError
 
 # Published configurations have some 10 KB and a depth of 5, the longest weight indices 20 MB.
 _MAX_BYTES = 1 << 28
@@ -23,6 +23,7 @@ MAX_LAYERS = 100_000  # bounds what is made for each of them before the number i
 _MAX_NUMBER = 1e30
 
 HEAD_NOTE = "target.json"  # beside a trained head, what it was made for; other engines read no file of this name
+ADAPTER_CONFIG = "adapter_config.json"  # what PEFT writes beside a LoRA adapter and its like
 # Files of a checkpoint folder that are opened here or by transformers.
 _READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
 
@@ -72,6 +73,26 @@ def _check_depth(path: Path, content: dict[str, Any]) -> None:
         if not level:
             return
     raise CheckpointError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse the folder of an adapter (LoRA and its like), also one that lies beside the weights of a model, where
+    transformers would apply it.
+
+    Raises:
+        UnsupportedModelError: names the kind of the adapter, its model and what to do.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.exists():
+        return
+    raw = read_json(path)
+    base = raw.get("base_model_name_or_path")
+    raise UnsupportedModelError(
+        f"{folder} holds an adapter ({ADAPTER_CONFIG}, peft_type={shown(raw.get('peft_type'))}) of the model "
+        f"{shown(base)}, and adapters are not applied here: merge it and give the folder of the result (peft: "
+        f"PeftModel.from_pretrained(model, {str(folder)!r}).merge_and_unload().save_pretrained(out)); where the "
+        f"weights hold it already, remove {ADAPTER_CONFIG}"
+    )
 
 
 def check_links(folder: Path) -> None:

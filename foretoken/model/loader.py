@@ -24,7 +24,7 @@ from foretoken.model.decoder import Decoder
 from foretoken.model.expert_weights import ExpertWeights
 from foretoken.model.experts import Experts
 from foretoken.model.families import FAMILIES
-from foretoken.model.fields import Fields, check_links, read_json
+from foretoken.model.fields import Fields, check_links, read_json, refuse_adapter
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.names import config_fields
 from foretoken.model.gguf.parts import read_header
@@ -62,10 +62,12 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, unreadable or not a JSON object; token ids that are none; a file that is a link out of
         the folder.
+        UnsupportedModelError: the folder holds an adapter.
     """
     if is_gguf(folder):
         return config_fields(read_header(folder))
     check_links(folder)
+    refuse_adapter(folder)
     raw = read_json(folder / "config.json")
     fields = Fields(raw, str(folder / "config.json"))
     size = raw.get("vocab_size")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.errors import CheckpointError, InputError, ModelError, StorageError, UnsupportedModelError
+from foretoken.heads.kind import head_kind
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.config_json import check_causal, config_from_hf, config_to_hf
 from foretoken.model.decoder import Decoder
@@ -332,6 +333,24 @@ def test_a_folder_without_weights_is_named(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="holds neither"):
         Weights(llama)
+
+
+@pytest.mark.parametrize("others", ["model", "config", "nothing"])
+def test_an_adapter_is_refused_by_name_beside_whatever_it_lies(tmp_path: Path, others: str) -> None:
+    """transformers applies one that lies beside the weights: without it the answers are another model's."""
+    folder = tiny_checkpoint(tmp_path, "llama") if others == "model" else tmp_path
+    if others == "config":
+        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    note = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "org/base",
+        "use_dora": True,
+        "modules_to_save": ["lm_head"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(note))
+    for read in (open_model, head_kind):
+        with pytest.raises(UnsupportedModelError, match=r"adapter .*'LORA'.* 'org/base'.*merge it.*remove adapter_"):
+            read(folder)
 
 
 @pytest.mark.parametrize(
