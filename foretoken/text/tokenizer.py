@@ -20,6 +20,7 @@ from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
+from foretoken.text.added_tokens import add_stated_tokens
 from foretoken.text.chat_template import chat_templates, cut_at_mark, marked_last, render
 from foretoken.text.encoders import TextEncoder, broken_means, is_panic, rust_encoder, transformers_encoder
 from foretoken.text.gguf_tokenizer import read_tokenizer
@@ -254,9 +255,12 @@ def _found(folder: Path) -> Tokenizer | None:
     check_links(folder)
     file = folder / "tokenizer.json"
     if file.exists():
+        settings = _read_settings(folder)
         with broken_means(f"{file} cannot be read"):
-            backend = rust_encoder(tokenizers.Tokenizer.from_file(str(file)), str(file))
-        return _tried(Tokenizer(backend, folder, _read_settings(folder)))
+            inner = tokenizers.Tokenizer.from_file(str(file))
+            add_stated_tokens(inner, folder, settings)
+            backend = rust_encoder(inner, str(file))
+        return _tried(Tokenizer(backend, folder, settings))
     others = [name for name in _OTHER_FILES if (folder / name).exists()]
     if not others:
         return None
