@@ -125,6 +125,7 @@ def write_answers(
     header = {"kind": ANSWERS_KIND, "target": folder_fingerprint(llm.folder), "prompts": prompts_digest} | {
         name: value for name, value in asdict(config).items() if name != "batch_size"
     }
+    header["end_tokens"] = sorted(llm.engine.admission.eos_token_ids)  # generation_config.json may change them
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -336,10 +337,13 @@ def _begins(path: Path, first: bytes) -> bool:
 def _check_header(path: Path, found: object, header: Mapping[str, Any]) -> None:
     before = found if isinstance(found, dict) else {}
     for name, value in header.items():
-        if before.get(name) != value:
+        if before.get(name) != value and (
+            name in before or name != "end_tokens"
+        ):  # an earlier version did not write them
+            of_file = name in ("kind", "target", "prompts", "end_tokens")
             raise ConfigError(
-                "out" if name in ("kind", "target", "prompts") else name,
-                str(path) if name in ("kind", "target", "prompts") else value,
+                "out" if of_file else name,
+                str(path) if of_file else value,
                 f"the answers in {path} were made with {name}={before.get(name)!r}; use that, or another file",
             )
 

@@ -213,6 +213,25 @@ def test_a_file_whose_first_line_was_cut_is_begun_again(llm: LLM, tmp_path: Path
     assert (tmp_path / "notes").read_text() == "mine"
 
 
+def test_answers_with_other_ends_are_not_added(tmp_path: Path) -> None:
+    """The ends of generation_config.json belong to an answer as its temperature does, and not to the checkpoint."""
+    folder, path = tiny_checkpoint(tmp_path / "target", "llama"), tmp_path / "a.jsonl"
+    for end in (0, 5):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+        with LLM(folder, SpecConfig(), cache_tokens=512, profile="off") as llm:
+            if end:
+                with pytest.raises(ConfigError, match=r"were made with end_tokens=\[0\]; use that, or another file"):
+                    write_answers(llm, PROMPTS, path, CONFIG, lambda _done: None)
+            else:
+                write_answers(llm, PROMPTS, path, CONFIG, lambda _done: None)
+    header, *rows = path.read_text().splitlines(keepends=True)
+    earlier = json.loads(header)
+    del earlier["end_tokens"]
+    path.write_text(json.dumps(earlier) + "\n" + "".join(rows))
+    with LLM(folder, SpecConfig(), cache_tokens=512, profile="off") as llm:  # an earlier version did not write them
+        assert write_answers(llm, PROMPTS, path, CONFIG, lambda _done: None).num_answers == len(PROMPTS)
+
+
 @pytest.mark.parametrize("place", [100, 1_500_000, 2_940_000])
 def test_a_target_whose_other_weights_changed_is_another(place: int, tmp_path: Path) -> None:
     """Training may leave the embedding as it is, which the file begins with."""
