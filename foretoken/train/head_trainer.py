@@ -6,6 +6,7 @@ the same loss curve. Heads are validated by the tokens a step would emit; the be
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -233,7 +234,9 @@ class HeadTrainer(TrainingLoop):
     def _shape(self) -> dict[str, Any]:
         """What the saved weights and the optimisers' state belong to and were made with, as JSON has it."""
         shape: dict[str, Any] = json.loads(json.dumps(asdict(self.head.config)))
-        return {"kind": self.head.name, **shape, "precision": self.target.precision}
+        # Ends of text and special tokens are in it whatever the text: other settings of the target move its rows.
+        tokens = hashlib.sha256(str(self.head.vocabulary.ids.tolist()).encode()).hexdigest()[:16]
+        return {"kind": self.head.name, **shape, "precision": self.target.precision, "draft_vocabulary": tokens}
 
     def _resume(self) -> None:
         meta = read_meta(self.folder)

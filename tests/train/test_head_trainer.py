@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
+from foretoken.heads.base import Head
 from foretoken.heads.losses import LossConfig
 from foretoken.train.frozen_target import FrozenTarget, fast_precision
 from foretoken.train.head_data import Batches, TokenText
@@ -299,6 +300,20 @@ def test_a_run_may_be_made_longer_and_validate_more_often(target: FrozenTarget, 
     tiny_trainer(tmp_path, target).save()
     changed = {"tokens": 32 * 24, "validate_every_steps": 3, "patience": 2, "loss": LossConfig(chunk_rows=4)}
     assert tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **changed)).config.num_steps == 24
+
+
+def test_a_run_goes_on_with_its_own_vocabulary(
+    target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other special tokens of the target may leave its size as it is: the weights would be those of other tokens."""
+    tiny_trainer(tmp_path, target).save()
+
+    def with_last(*given: Any) -> Head:
+        return new_head(*given[:3], [0, VOCABULARY - 1], given[4])
+
+    monkeypatch.setattr("tests.train.tiny.new_head", with_last)
+    with pytest.raises(ConfigError, match=r"draft_vocabulary='\w+'.*started with \w+"):
+        tiny_trainer(tmp_path, target)
 
 
 def test_a_run_goes_on_in_its_own_precision(target: FrozenTarget, tmp_path: Path) -> None:
