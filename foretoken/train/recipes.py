@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from foretoken.errors import ConfigError, MismatchError, StorageError
-from foretoken.files import check_folder
+from foretoken.files import check_folder, replace_text
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import load_decoder
@@ -187,10 +187,10 @@ def prepare(folder: Path) -> tuple[Tokenizer, Data]:
         held_out = [d for d in corpus.held_out if d.slice == "code"]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            tokenizer.save(str(folder / "tokenizer.json"))
+            replace_text("out", folder / "tokenizer.json", tokenizer.to_str(pretty=True))
             size = sum(len(d.text.encode()) for d in held_out)
-            # numpy requires the suffix; an interruption must not leave half a corpus
-            partial, ids = folder / "corpus.partial.npz", encode(tokenizer, corpus.train)
+            # numpy requires the suffix; an interruption must not leave half a corpus, nor another process move it away
+            partial, ids = folder / f"corpus.{os.getpid()}.partial.npz", encode(tokenizer, corpus.train)
             np.savez(partial, train=ids, held_out=encode(tokenizer, held_out), held_out_bytes=size)
             partial.replace(corpus_file)
         except OSError as error:

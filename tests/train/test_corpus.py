@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from foretoken.train import recipes
 from foretoken.train.corpus import (
     END_OF_TEXT,
     HELD_OUT_MODULES,
@@ -52,6 +56,26 @@ def library(tmp_path: Path) -> Path:
         path.write_text(MODULE)
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
     return tmp_path
+
+
+def test_processes_that_make_the_corpus_at_once_do_not_disturb_each_other(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of torchrun do; the other one is done here while the first has written and not yet renamed."""
+    folder, write, is_other = tmp_path / "run", np.savez, iter([False])
+    monkeypatch.setattr(recipes, "standard_library", lambda: standard_library(library))
+
+    def written(path: Path, **arrays: Any) -> None:
+        write(path, **arrays)
+        if not next(is_other, True):
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "getpid", lambda: 12)
+                recipes.prepare(folder)
+
+    monkeypatch.setattr(np, "savez", written)
+    _, data = recipes.prepare(folder)
+    assert len(data.train) > 0
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus.npz", "tokenizer.json"]
 
 
 def test_held_out_modules_and_their_tests_stay_out(library: Path) -> None:
