@@ -65,7 +65,7 @@ def text_repairs(asking: Asking, sampling: Sampling, has_template: bool) -> Iter
         word, flag = ("without", "no --chat") if asking.chat else ("with", "--chat")
         remedy = f"ask {word} the chat template ({flag} here; chat/completions or completions of a server)"
         yield Repair("chat template", f"{word} the chat template", remedy, asking=replace(asking, chat=not asking.chat))
-    remedy = "correct add_bos_token in the target's tokenizer_config.json, or what the client puts before its text"
+    remedy = "correct the post_processor of the target's tokenizer.json, or what the client puts before its text"
     changed = "BOS added where there was none, removed where there was one"
     yield Repair("BOS", changed, remedy, asking=replace(asking, turn_bos=True))
     if sampling.temperature > 0:
