@@ -35,7 +35,8 @@ def add_stated_tokens(inner: tokenizers.Tokenizer, folder: Path, settings: Mappi
         if is_new and inner.token_to_id(token.content) != token_id:
             raise CheckpointError(
                 f"{folder}: the token {shown(token.content)} is to have the id {token_id}, and gets "
-                f"{inner.token_to_id(token.content)} behind the tokens of tokenizer.json: save the tokenizer again"
+                f"{inner.token_to_id(token.content)} behind the tokens of tokenizer.json: take it out of "
+                "tokenizer_config.json or added_tokens.json, or save the tokenizer again"
             )
     added = {token.content for token in inner.get_added_tokens_decoder().values()}
     named = [text for text in _specials(settings) if text not in added and inner.token_to_id(text) is not None]
