@@ -136,8 +136,8 @@ matrices are dequantised when loaded, with one warning that says how many and wh
 
 A base model saved alone (transformers' `AutoModel`), whose names lack `model.`, is read where its embeddings are tied; otherwise the output matrix is missing.
 
-Adapters (LoRA and others of PEFT) are not applied: a folder with `adapter_config.json` is refused, alone or beside a model's weights, and the error says how to
-merge it. One that is merged is a model like any other.
+Adapters (LoRA and others of PEFT) are not applied: a folder with `adapter_config.json` is refused, alone or beside a model's weights, and so is a GGUF file of
+`general.type` adapter; the error says how to merge it.
 
 How fast each is: milliseconds of a pass of the 1.0 B target over 1 to 16 rows behind 128 tokens, and what it reads, on two cores of an AMD EPYC (AVX-512 with bf16
 and VNNI), medians of 20 passes that take turns ([raw](../benchmarks/2026-11-23-step-cost-1b-compiled.json); on an Intel Xeon, beside llama.cpp: [quantised targets](quantised.md)):

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from foretoken.cli.app import run
-from foretoken.errors import CheckpointError
+from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
+from foretoken.model.open import open_model
 from tests.helpers.broken_gguf import GOOD, make_bases, try_case
 
 # The largest claim below is 2 ** 64 bytes; reading a header of some hundred must not take more than this.
@@ -154,3 +155,11 @@ def test_broken_files(tmp_path: Path) -> None:
         counts[outcome] += 1
     assert counts["refused"] > 20
     assert counts["ran"] > 3
+
+
+def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    """Its architecture is that of the model it belongs to, without the sizes of one."""
+    path = tmp_path / "adapter.gguf"
+    path.write_bytes(gguf_file((ARCH, pair("general.type", 8, text("adapter")))))
+    with pytest.raises(UnsupportedModelError, match=r"holds an adapter .*llama-export-lora"):
+        open_model(path)

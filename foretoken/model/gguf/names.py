@@ -99,10 +99,15 @@ def architecture_of(header: Header) -> str:
 
     Raises:
         CheckpointError: the file names none.
-        UnsupportedModelError: another one.
+        UnsupportedModelError: another one, or the file holds an adapter.
     """
     fields = header.fields
     name = fields.text("general.architecture")
+    if fields.raw.get("general.type") == "adapter":  # its architecture is that of the model it belongs to
+        raise UnsupportedModelError(
+            f"{header.path} holds an adapter (general.type='adapter'), and adapters are not applied here: merge it "
+            "(llama.cpp's llama-export-lora) and give the file of the result"
+        )
     if name is None:
         raise fields.refusal("general.architecture", "a string")
     if name not in ARCHITECTURES:
