@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 TAIL = (1 - CONFIDENCE) / 2  # outside an interval at either end
 MIN_GROUPS = 5  # below, an interval says nothing about another sample of groups
+FEW_PROMPTS = f"Fewer than {MIN_GROUPS} prompts have no interval: how far others differ is not known."
 _MAX_DRAWS, _MIN_DRAWS = 10_000, 1000
 _MAX_DRAWN = 4_000_000  # groups in all draws together: so many requests need fewer draws, and would take minutes
 _DRAWS_AT_ONCE = 500  # of quantiles: a matrix of draws and values is held
@@ -77,7 +78,9 @@ def ratio_text(found: Estimate) -> str:
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """One setting's rate over another's, its interval (None with a single prompt), and each prompt's own ratio."""
+    """One setting's rate over another's, its interval (None for fewer than `MIN_GROUPS` prompts), and each prompt's own
+    ratio.
+    """
 
     ratio: float
     low: float | None
@@ -159,9 +162,11 @@ def ratio(counts: Counts) -> float | None:
 
 
 def ratio_interval(counts: Counts) -> Interval | None:
-    """The interval of a ratio of totals; None for fewer than two groups with a denominator."""
+    """The interval of a ratio of totals; None for fewer than `MIN_GROUPS` groups with a denominator."""
     counts = _used(counts)
-    return None if len(counts) < 2 else expanded_interval(drawn_ratios(counts, drawn(len(counts))), len(counts))
+    if len(counts) < MIN_GROUPS:
+        return None
+    return expanded_interval(drawn_ratios(counts, drawn(len(counts))), len(counts))
 
 
 def difference_interval(first: Counts, second: Counts, paired: bool, tail: float = TAIL) -> Interval | None:
@@ -187,9 +192,8 @@ def _used(counts: Counts) -> Counts:
 
 
 def estimate(counts: Counts) -> Estimate:
-    """The ratio of totals with its interval, which is left out for fewer than `MIN_GROUPS` groups."""
-    value = ratio(counts) or 0.0
-    found = ratio_interval(counts) if len(_used(counts)) >= MIN_GROUPS else None
+    """The ratio of totals with its interval."""
+    value, found = ratio(counts) or 0.0, ratio_interval(counts)
     return Estimate(value) if found is None else Estimate(value, found.low, found.high)
 
 
@@ -199,53 +203,40 @@ def estimate(counts: Counts) -> Estimate:
 def paired_ratio(own: Measured, base: Measured) -> PairedRatio | None:
     """The rate of `own` over that of `base`, on the (prompt, repeat) pairs that both have; None where there is none.
 
-    A rate is the sum of amounts over the sum of costs of a repeat, and the median over repeats.
+    A rate is the sum of amounts over the sum of costs, of each prompt its medians over the repeats that it has: so each
+    prompt counts once, also where a run ended within a repeat, and no repeat stands for all.
     """
     common = own.keys() & base.keys()
     prompts = sorted({prompt for prompt, _ in common})
-    repeats = sorted({repeat for _, repeat in common})
-    tables = tuple(_table(measured, prompts, repeats, common) for measured in (own, base))
-    alone = dict(zip(prompts, _paired_ratios(tables, np.eye(len(prompts))).tolist(), strict=True))
-    whole = float(_paired_ratios(tables, np.ones((1, len(prompts))))[0])
+    totals = np.concatenate([_medians(measured, prompts, common) for measured in (own, base)], axis=1)
+    alone = dict(zip(prompts, _paired_ratios(totals, np.eye(len(prompts))).tolist(), strict=True))
+    whole = float(_paired_ratios(totals, np.ones((1, len(prompts))))[0])
     if math.isnan(whole):
         return None
-    found = None if whole <= 0 else _log_t_interval(whole, tables)
     by_prompt = {prompt: value for prompt, value in alone.items() if not math.isnan(value)}
+    found = None if whole <= 0 or len(by_prompt) < MIN_GROUPS else _log_t_interval(whole, totals)
     low, high = (None, None) if found is None else (found.low, found.high)
     return PairedRatio(whole, low, high, by_prompt)
 
 
-def _table(measured: Measured, prompts: list[int], repeats: list[int], common: set[tuple[int, int]]) -> Array:
-    """Amounts and costs: [2, repeats, prompts]; zeros where a pair was not measured."""
-    rows = [[measured[p, r] if (p, r) in common else (0.0, 0.0) for p in prompts] for r in repeats]
-    return np.moveaxis(np.array(rows, dtype=np.float64).reshape(len(repeats), len(prompts), 2), 2, 0)
+def _medians(measured: Measured, prompts: list[int], common: set[tuple[int, int]]) -> Array:
+    """Amount and cost of each prompt [prompts, 2], the medians over its repeats."""
+    by_prompt: dict[int, list[tuple[float, float]]] = {prompt: [] for prompt in prompts}
+    for prompt, repeat in common:
+        by_prompt[prompt].append(measured[prompt, repeat])
+    found = [np.median(np.array(values, dtype=np.float64), axis=0) for values in by_prompt.values()]
+    return np.array(found, dtype=np.float64).reshape(len(prompts), 2)
 
 
-def _paired_ratios(tables: tuple[Array, ...], weights: Array) -> Array:
+def _paired_ratios(totals: Array, weights: Array) -> Array:
     """The ratio of rates for each row of `weights` [draws, prompts]; NaN where one of them is unknown or 0."""
-    own, base = (_median_rates(table, weights) for table in tables)
-    return _quotients(own, base)
+    sums = weights @ totals
+    return _quotients(_quotients(sums[:, 0], sums[:, 1]), _quotients(sums[:, 2], sums[:, 3]))
 
 
-def _median_rates(table: Array, weights: Array) -> Array:
-    """[draws]: the median over the repeats in which a draw has an answer; NaN without one."""
-    rates = _quotients(table[0] @ weights.T, table[1] @ weights.T)
-    found: Array = np.full(len(weights), np.nan)
-    if len(rates) == 1:
-        found[:] = rates[0]
-        return found
-    known = ~np.isnan(rates).all(axis=0)
-    if known.any():
-        found[known] = np.nanmedian(rates[:, known], axis=0)
-    return found
-
-
-def _log_t_interval(whole: float, tables: tuple[Array, ...]) -> Interval | None:
+def _log_t_interval(whole: float, totals: Array) -> Interval:
     """ratio * exp(-t * error), with t from draws of prompts, each with its answers under both settings."""
-    totals = np.concatenate([table.sum(axis=1) for table in tables]).T  # [prompts, 4]
     num_prompts = len(totals)
-    if num_prompts < 2:
-        return None
     error = float(_log_errors(totals, np.ones((1, num_prompts)))[0])
     if error < _SAME:
         return Interval(whole, whole)
@@ -255,14 +246,14 @@ def _log_t_interval(whole: float, tables: tuple[Array, ...]) -> Interval | None:
     else:
         weights = drawn(num_prompts)
         with np.errstate(divide="ignore", invalid="ignore"):  # a draw of nothing, or of one prompt only
-            t = np.log(_paired_ratios(tables, weights) / whole) / _log_errors(totals, weights)
+            t = np.log(_paired_ratios(totals, weights) / whole) / _log_errors(totals, weights)
         limits = tuple(np.quantile(t[np.isfinite(t)], [TAIL, 1 - TAIL]).tolist())
     return Interval(whole * math.exp(-limits[1] * error), whole * math.exp(-limits[0] * error))
 
 
 def _log_errors(totals: Array, weights: Array) -> Array:
     """Standard errors [draws] of log(ratio), by the delta method from each prompt's four totals [prompts, 4]: amount
-    and cost under one setting, amount and cost under the other, over all repeats.
+    and cost under one setting, amount and cost under the other.
     """
     num_prompts = len(totals)
     means = weights @ totals / num_prompts  # [draws, 4]

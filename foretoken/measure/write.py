@@ -34,11 +34,11 @@ def check_out(out: Path | None) -> None:
         check_file("out", out)
 
 
-def rendered(report: Report, suffix: str) -> str:
-    """The report as the text of a file with one of `SUFFIXES`."""
+def rendered(report: Report, suffix: str, raw: str | None = None) -> str:
+    """The report as the text of a file with one of `SUFFIXES`; `raw` names the JSON beside a Markdown page."""
     if suffix.lower() == ".json":
         return to_json(raw_values(report), indent=1) + "\n"
-    return html_page(report) if suffix.lower() == ".html" else markdown(report)
+    return html_page(report) if suffix.lower() == ".html" else markdown(report, raw)
 
 
 def write_report(report: Report, out: Path | None, name: str) -> Report:
@@ -70,7 +70,7 @@ def _written(report: Report, out: Path, name: str) -> Report:
     try:
         out.mkdir(parents=True, exist_ok=True)
         raw.write_text(rendered(report, ".json"), encoding="utf-8")
-        page.write_text(markdown(report, raw.name), encoding="utf-8")
+        page.write_text(rendered(report, ".md", raw.name), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write the result to {out}: {error}") from error
     return report

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from foretoken.errors import InputError
-from studies.real_batches import stage
+from studies.real_batches import again, stage
 from studies.real_batches.__main__ import _parser, measure
 from studies.real_batches.plan import parts, turns
 from studies.real_batches.tables import ALL, rows, tables
@@ -69,7 +69,7 @@ def test_ratios_are_of_the_same_prompts_and_of_all_kinds_together() -> None:
     assert found[ALL, "plain"].num_prompts == 5
     shown = tables(list(found.values()))
     assert [one.title for one in shown] == ["4 at once, temperature 0"]
-    assert any("2.00 [2.00, 2.00]" in cell for cell in shown[0].lines[0])
+    assert "2.00" in shown[0].lines[0]  # two prompts have no interval
 
 
 def test_seconds_of_a_turn_are_divided_by_attributed_time() -> None:
@@ -127,3 +127,13 @@ def test_a_run_goes_on_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "keep.jsonl").read_text() == kept
     with pytest.raises(InputError, match="seed"):
         measure(_parser().parse_args([*given, "--seed", "1"]))
+
+
+@pytest.mark.parametrize("name", ["2026-11-28-smollm2-1b-ngram-table-avx512", "2026-11-25-smollm2-beside-loop"])
+def test_the_rows_of_a_record_are_those_of_its_turns(name: str) -> None:
+    record = json.loads((Path(__file__).parents[2] / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+    for found, kept in zip(again.rows_of(record), record["rows"], strict=True):
+        assert (found.kind, found.setting) == (kept["kind"], kept["setting"])
+        for field in ("over_plain", "over_plain_low", "over_plain_high"):
+            value = getattr(found, field)
+            assert value == (None if value is None else pytest.approx(kept[field], rel=1e-6))

@@ -16,10 +16,10 @@ ALL = "all"
 ADAPTIVE = "auto"
 EXPLAINED = (
     "Tokens per second from before tokenising to the last token, prompts included; each ratio is that of total tokens "
-    "over total seconds, median over repeats, with a 95 % interval over prompts (bootstrap-t). With several "
-    "requests at once the seconds of a turn are divided among its prompts by the time that the engine attributes to "
-    "each of them. `all`: the prompts of all kinds together, without `mixed`, whose prompts are answered together. "
-    "`differ`: answers that differ from plain decoding's of the same repeat."
+    "over total seconds, of each prompt its medians over repeats, with a 95 % interval over prompts (bootstrap-t). "
+    "With several requests at once the seconds of a turn are divided among its prompts by the time that the engine "
+    "attributes to each of them. `all`: the prompts of all kinds together, without `mixed`, whose prompts are answered "
+    "together. `differ`: answers that differ from plain decoding's of the same repeat."
 )
 
 Line = Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.measure.stats import paired_ratio, quantile_ratio
+from foretoken.measure.stats import MIN_GROUPS, paired_ratio, quantile_ratio
 
 PLAIN = {(p, r): (10.0, 1.0) for p in range(12) for r in range(3)}
 
@@ -26,7 +26,7 @@ def test_prompts_that_differ_widen_the_interval_around_the_ratio() -> None:
     assert 1.0 < found.low < found.ratio < found.high < 4.0
     assert (found.by_prompt[0], found.by_prompt[1]) == (4.0, 1.0)
     assert paired_ratio(own, PLAIN) == found
-    few = {place: value for place, value in own.items() if place[0] < 4}
+    few = {place: value for place, value in own.items() if place[0] < 6}
     wider = paired_ratio(few, PLAIN)
     assert wider is not None
     assert wider.low is not None
@@ -58,7 +58,7 @@ def test_only_what_both_have_measured_counts() -> None:
     uneven = {(0, 0): (10.0, 0.5), (1, 0): (10.0, 0.5), (0, 1): (10.0, 0.5)}
     stopped = paired_ratio(uneven, PLAIN)
     assert stopped is not None
-    assert stopped.high == 2.0
+    assert stopped.ratio == 2.0
 
 
 def test_a_quantile_under_two_settings_is_drawn_by_blocks_for_both_together() -> None:
@@ -75,3 +75,21 @@ def test_a_quantile_under_two_settings_is_drawn_by_blocks_for_both_together() ->
     assert few is not None
     assert (few.value, few.low) == (1.0, None)
     assert quantile_ratio([[]], [[1.0]], 0.5) is None
+
+
+def test_each_prompt_counts_once_however_often_it_was_asked() -> None:
+    """A run that ended within its last repeat, or a request that a log repeats: neither stands for all prompts."""
+    own = {(p, 0): (10.0, 0.5) for p in range(12)} | {(0, r): (10.0, 2.0) for r in range(6)}
+    plain = dict.fromkeys(own, (10.0, 1.0))
+    found = paired_ratio(own, plain)
+    assert found is not None
+    assert found.ratio == pytest.approx(12 / (11 * 0.5 + 2.0))
+
+
+def test_few_prompts_have_no_interval() -> None:
+    """The draws of two groups are three: an interval of them holds the truth in about half of all samples."""
+    own = {(p, r): (10.0, 0.5 + 0.1 * p) for p, r in PLAIN}
+    for count in range(1, 7):
+        found = paired_ratio({key: value for key, value in own.items() if key[0] < count}, PLAIN)
+        assert found is not None
+        assert (found.low is None) == (found.high is None) == (count < MIN_GROUPS)

@@ -10,6 +10,7 @@ from foretoken.measure.eval.result import EvalResult
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.price import PriceRow, price_tables
 from foretoken.measure.report import Report, Table
+from foretoken.measure.stats import FEW_PROMPTS, MIN_GROUPS
 from foretoken.measure.stats import ends as ends_of
 
 _EXPLAINED = (
@@ -34,7 +35,7 @@ def eval_report(
     prices: Sequence[PriceRow] = (),
 ) -> Report:
     """The report of an evaluation, with the comparison where there is one, whose verdict is then its heading."""
-    single = ("one prompt has no interval",) if any(row["num_prompts"] < 2 for row in rows) else ()
+    few = (FEW_PROMPTS,) if any(row["num_prompts"] < MIN_GROUPS for row in rows) else ()
     kept = result.options.get("resume")
     remedy = f"; go on with the same options and --resume {kept}" if kept else ""
     stopped = () if result.complete else (f"incomplete, the run was interrupted{remedy}",)
@@ -49,7 +50,7 @@ def eval_report(
             *(() if found is None else (_comparison_table(found),)),
         ),
         explained=_EXPLAINED,
-        caveats=(*single, *result.notes, *stopped, *(() if found is None else found.notes)),
+        caveats=(*few, *result.notes, *stopped, *(() if found is None else found.notes)),
         conclusions=() if found is None else _changed(found),
         verdict="" if found is None else found.verdict,
         passed=found is None or not found.lost,

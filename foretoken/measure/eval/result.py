@@ -14,6 +14,7 @@ from foretoken.files import read_json, replace_text, to_json
 from foretoken.measure.eval.counts import AnswerCounts
 from foretoken.measure.stats import (
     CONFIDENCE,
+    MIN_GROUPS,
     Counts,
     Interval,
     drawn,
@@ -271,11 +272,15 @@ def expected_accepted(chances: Sequence[float]) -> float:
 def expected_interval(positions: Sequence[Counts]) -> Interval | None:
     """The interval of the expected number of accepted tokens of a draft with these positions (`expected_accepted`).
 
-    `positions[k]` holds (passed, reached) of every prompt, all in the same order; None for fewer than two prompts.
+    `positions[k]` holds (passed, reached) of every prompt, all in the same order; None for fewer than `MIN_GROUPS`
+    prompts.
     """
+    num_groups = int((positions[0][:, 1] > 0).sum())
+    if num_groups < MIN_GROUPS:
+        return None
     weights = drawn(len(positions[0]))
     chances = np.stack([drawn_ratios(counts, weights) for counts in positions])
-    return expanded_interval(np.cumprod(chances, axis=0).sum(axis=0), int((positions[0][:, 1] > 0).sum()))
+    return expanded_interval(np.cumprod(chances, axis=0).sum(axis=0), num_groups)
 
 
 def _counted(counts: Counts) -> dict[str, Any]:

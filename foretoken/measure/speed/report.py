@@ -11,7 +11,7 @@ from foretoken.measure.price import PriceRow, price_rows, price_tables
 from foretoken.measure.report import Report, Table
 from foretoken.measure.speed.plan import ENGINE
 from foretoken.measure.speed.rows import SpeedRow, strict_differing
-from foretoken.measure.stats import best_fixed
+from foretoken.measure.stats import FEW_PROMPTS, MIN_GROUPS, best_fixed
 
 _LLAMA_CPP = "llama.cpp"
 _NGRAM = "ngram"  # the counterpart of every lookup of another engine
@@ -146,7 +146,8 @@ def by_position(row: SpeedRow, most: int = 5) -> str:
 
 EXPLAINED = (
     "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
-    "the same slice in the same run, `95 %` its bootstrap interval over prompts, each drawn with its plain answer. "
+    "the same slice in the same run, of each prompt its medians over repeats, `95 %` its bootstrap interval over "
+    "prompts, each drawn with its plain answer. "
     "`end to end` is the same ratio for whole answers, their prompts included; tokens/s for `plain`. "
     "`repeats` is the share of 4-grams that an output had used before: repetition raises the acceptance of every "
     "drafter. `differ` counts greedy outputs that differ from plain decoding's: in 16 bits near ties can resolve "
@@ -223,7 +224,7 @@ def speed_tables(rows: Sequence[SpeedRow], found: Mapping[str, Mapping[str, floa
     tables = []
     for (name, temperature), own in _groups(rows).items():
         lines = tuple(_cells(row, own) for row in own)
-        notes = (*_position_notes(own), *_difference_notes(own), *_rival_notes(own))
+        notes = (*_few_notes(own), *_position_notes(own), *_difference_notes(own), *_rival_notes(own))
         if temperature == 0.0 and found.get(name):
             notes += ("Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in found[name].items()) + ".",)
         tables.append(Table(f"{name}, temperature {temperature:g}", _COLUMNS, lines, notes))
@@ -295,7 +296,7 @@ def _percent(share: float | None) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """The ends of a bootstrap interval; empty where there is none, as with a single prompt."""
+    """The ends of a bootstrap interval; empty where there is none, as with few prompts."""
     return "" if low is None or high is None else f"{low:.2f}-{high:.2f}"
 
 
@@ -323,6 +324,12 @@ def _strict_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
     if not count:
         return ("Strict numerics: no greedy output differs from plain decoding.",)
     return (f"STRICT NUMERICS FAILED: {count} greedy outputs differ from plain decoding, and none may.",)
+
+
+def _few_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
+    """That ratios stand without an interval, where a row was measured on too few prompts."""
+    has_few = any(row.speedup is not None and row.num_prompts < MIN_GROUPS for row in rows if not _is_baseline(row))
+    return (FEW_PROMPTS,) if has_few else ()
 
 
 def _position_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:

@@ -27,8 +27,9 @@ class SpeedRow:
 
     Counters and `draft_s`, `verify_s`, `wasted_s` are sums over prompts and repeats; `lossy`: the rule changes the
     target's distribution. `tokens_per_s` counts the tokens after the prefill; it is the median over repeats, with its
-    range. `speedup` is the ratio of that median to plain decoding's on the same slice; its range is over the repeats,
-    each with its own plain. `*_ms_per_step` are medians over repeats; the rule's is part of the verification's.
+    range. `speedup` is the ratio to plain decoding's on the same slice, of each prompt its medians over repeats
+    (`paired_ratio`); its range is over the repeats, each with its own plain. `*_ms_per_step` are medians over repeats;
+    the rule's is part of the verification's.
     `repeated_4grams` is the share of 4-grams that an output had already used. `identical` says whether every greedy
     output equals plain decoding's; `differences` lists where each one that does not leaves it first.
 

@@ -15,6 +15,7 @@ from foretoken.measure.speed.contenders import Own, own_contenders
 from foretoken.measure.speed.options import SpeedOptions
 from foretoken.measure.speed.plan import SpeedSetting
 from foretoken.measure.speed.run import run_speed
+from foretoken.measure.stats import FEW_PROMPTS
 from foretoken.measure.workload import Prompt
 from foretoken.registry import HEADS, MTP
 from tests.measure.fakes import PROMPTS, FakeLLM
@@ -190,18 +191,27 @@ def test_a_difference_is_reported_and_not_hidden():
 
 
 def test_each_row_says_how_many_outputs_differ_and_how_sure_its_speedup_is():
-    report = run_speed(options(prompts_per_slice=3), FakeLLM(wrong_at=5))
+    report = run_speed(options(prompts_per_slice=5), FakeLLM(wrong_at=5))
     row = next(r for r in report.rows if (r.setting, r.slice, r.temperature) == ("ngram-3", "code", 0.0))
-    assert (row.num_differing, row.num_compared) == (6, 6)
+    assert (row.num_differing, row.num_compared) == (10, 10)
     assert row.speedup_low <= row.speedup <= row.speedup_high
     assert [one["prompt"] for one in row.prompt_speedups] == [p["prompt"] for p in row.differences]
     table = report.tables[0]
     cells = dict(zip(table.headings, next(line for line in table.lines if line[0] == "ngram-3"), strict=True))
-    assert cells["differ"] == "6 of 6"
+    assert cells["differ"] == "10 of 10"
     assert "-" in cells["95 %"]
+    assert FEW_PROMPTS not in table.notes
     assert next(r for r in report.rows if r.temperature == 0.8).num_compared is None
     assert report.results["strict_differing"] == 0  # default numerics may differ
     assert not report.conclusions
+
+
+def test_two_prompts_a_slice_have_no_interval_and_the_table_says_so():
+    table = run_speed(options(prompts_per_slice=2), FakeLLM()).tables[0]
+    cells = dict(zip(table.headings, next(line for line in table.lines if line[0] == "ngram-3"), strict=True))
+    assert (cells["95 %"], "-" in cells["end to end"]) == ("", False)
+    assert cells["speedup"].endswith("x")
+    assert table.notes.count(FEW_PROMPTS) == 1
 
 
 def test_strict_numerics_have_a_plain_of_their_own_and_may_not_differ():
