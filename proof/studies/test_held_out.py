@@ -103,8 +103,7 @@ def test_rows_sum_over_prompts_and_slices() -> None:
     ]
     rows = {row.slice: row for row in summarise_walks(walks)}
     assert rows["code"].emitted_per_step == 20 / 15
-    assert rows["code"].emitted_per_step_low < 1.0  # two prompts say little beyond themselves
-    assert rows["code"].emitted_per_step_high > 2.0
+    assert rows["code"].emitted_per_step_low is None  # two prompts say little beyond themselves
     assert rows["all"].acceptance_rate == 0.5
     assert rows["all"].acceptance_per_position == (0.5, 0.5)
     assert rows["text"].emitted_per_step_low is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,8 @@ def test_the_second_rule_is_compared_with_the_first() -> None:
         *samples("draft_model-5 block", 0.4, 4),
     ]
     pairs = rule_pairs(own, PROMPTS, RULES)
+    longer = [replace(one, prompt_index=one.prompt_index + 3 * more) for one in own for more in range(2)]
+    many = rule_pairs(longer, (*PROMPTS, *PROMPTS), RULES)
     assert [(pair.setting, pair.slice, pair.num_answers) for pair in pairs] == [
         ("draft_model-5", "code", 4),
         ("draft_model-5", "edit", 2),
@@ -43,7 +46,9 @@ def test_the_second_rule_is_compared_with_the_first() -> None:
     assert pairs[0].speed_ratio is not None
     assert (pairs[0].steps_ratio.ratio, pairs[0].speed_ratio.ratio) == (1.25, pytest.approx(1.25))
     assert pairs[2].speed_ratio is not None
-    assert pairs[2].speed_ratio.low == pytest.approx(1.25)  # prompts of different length do not widen it
+    assert pairs[2].speed_ratio.low is None  # three prompts
+    assert many[2].speed_ratio is not None
+    assert many[2].speed_ratio.low == pytest.approx(1.25)  # prompts of different length do not widen it
 
 
 def test_a_whole_study_on_a_tiny_pair(text_pair: SimpleNamespace) -> None:
