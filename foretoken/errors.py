@@ -23,6 +23,7 @@ ForetokenError                      exit code
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 
@@ -46,9 +47,14 @@ class InputError(ForetokenError, ValueError):
         self.remedy = remedy
         super().__init__(f"{field}={_shorten(value)}: {remedy}")
 
-    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str], dict[str, object]]:
         # Python would make a copy from the message alone: a pool of processes breaks down at such an exception.
-        return type(self), (self.field, self.value, self.remedy)
+        state = vars(self)
+        try:
+            pickle.dumps(self.value)
+        except Exception:  # noqa: BLE001 - whatever an object may raise that no other process can have
+            state = {**state, "value": _Shown(_shorten(self.value))}
+        return type(self), (self.field, state["value"], self.remedy), state
 
 
 class ConfigError(InputError):
@@ -132,6 +138,15 @@ class GateError(ForetokenError):
     """A measured value misses the requested threshold."""
 
     exit_code = 5
+
+
+class _Shown(str):
+    """What a value looked like that could not be copied."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _shorten(value: object, limit: int = 80) -> str:

@@ -168,3 +168,14 @@ def test_c4_a_refusal_reaches_another_process(llm: LLM, protocol: int) -> None:
         assert (again.field, again.value, again.remedy) == ("prompt", "1000 tokens", refused.value.remedy)
     (answer,) = llm.generate([PROMPT], SamplingParams(bad_words=[[token] for token in range(97)]))
     assert str(pickle.loads(pickle.dumps(answer, protocol)).error) == str(answer.error)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_c4_a_copied_refusal_keeps_its_notes_and_shows_a_value_that_cannot_be_copied(protocol: int) -> None:
+    """Of `[lock]` no process can have a copy: what reached the caller was an error about the lock."""
+    error = InputError("prompts", [threading.Lock()], "give texts")
+    error.add_note("in line 7 of prompts.jsonl")
+    for again in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error), copy.deepcopy(error)):
+        assert (type(again), str(again), again.args) == (InputError, str(error), error.args)
+        assert again.__notes__ == ["in line 7 of prompts.jsonl"]
+        assert again.field == "prompts"
