@@ -23,8 +23,12 @@ ForetokenError                      exit code
 
 from __future__ import annotations
 
+import logging
 import pickle
+import warnings
 from typing import Any
+
+_log = logging.getLogger("foretoken")
 
 
 class ForetokenError(Exception):
@@ -138,6 +142,14 @@ class GateError(ForetokenError):
     """A measured value misses the requested threshold."""
 
     exit_code = 5
+
+
+def warn(warning: str | Warning, stacklevel: int = 1) -> None:
+    """`warnings.warn`; where the caller's filters make an error of it, it is logged: a warning stops no answer."""
+    try:
+        warnings.warn(warning, stacklevel=stacklevel + 1)
+    except Warning as raised:
+        _log.warning("%s: %s", type(raised).__name__, raised)
 
 
 class _Shown(str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import shutil
@@ -40,6 +41,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Advice is for users; tiny models earn it in nearly every test. Tests of advice ask for it."""
     config.addinivalue_line("filterwarnings", "ignore::foretoken.errors.SpeculationWarning")
     config.addinivalue_line("filterwarnings", "ignore::foretoken.machine.identity.PrecisionWarning")  # of this machine
+
+
+@pytest.fixture(autouse=True)
+def unheard() -> Iterator[list[str]]:
+    """Filters make errors of warnings here, and `errors.warn` logs those: a test fails that leaves one in this list."""
+    texts: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        texts.append(record.getMessage())
+        return True
+
+    log = logging.getLogger("foretoken")  # a filter sees this logger's own records, not those of its children
+    log.addFilter(hear)
+    yield texts
+    log.removeFilter(hear)
+    assert not texts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

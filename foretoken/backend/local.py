@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 import time
-import warnings
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +39,7 @@ from foretoken.errors import (
     SpeculationWarning,
     StorageError,
     UnsupportedModelError,
+    warn,
 )
 from foretoken.model.advised import advised_sampling
 from foretoken.model.interface import LanguageModel
@@ -388,7 +388,7 @@ def build_engine(config: EngineConfig, max_waiting: int, draft_required: bool) -
         llm = LLM(replace(config, spec=None), on_profile=_say)  # raises the same where the target is at fault
         missing = str(config.spec.draft)
         words = f"serving without the draft {missing}: {error}; --draft-required makes an error of this"
-        warnings.warn(SpeculationWarning(words), stacklevel=1)
+        warn(SpeculationWarning(words), stacklevel=1)
     llm.engine.admission.warm()
     return AsyncEngine(llm, max_waiting), missing
 

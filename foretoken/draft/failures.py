@@ -6,14 +6,13 @@ import contextlib
 import ctypes
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
 from foretoken.draft.base import Drafter, DrafterKey
-from foretoken.errors import DrafterWarning, DraftTimeout
+from foretoken.errors import DrafterWarning, DraftTimeout, warn
 
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
@@ -143,12 +142,7 @@ class DrafterFailures:
                 f"after {MAX_FAILURES}"
             )
             self._warned.add(key)
-            with contextlib.suppress(Warning):  # filters that turn it into an error must not fail the request
-                warnings.warn(
-                    f"{message} failures it is disabled for the request (stats.draft_failures)",
-                    DrafterWarning,
-                    stacklevel=2,
-                )
+            warn(DrafterWarning(f"{message} failures it is disabled for the request (stats.draft_failures)"), 2)
 
     def take(self) -> list[DrafterFailure]:
         """The failures since the last call."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from foretoken.config import QUANTISED, SpecConfig
 from foretoken.draft.base import Factory
-from foretoken.errors import ConfigError, SpeculationWarning
+from foretoken.errors import ConfigError, SpeculationWarning, warn
 from foretoken.heads.base import Head, HeadBatch
 from foretoken.heads.checkpoint import load_head, make_head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
@@ -199,7 +198,7 @@ def probe_at_load(head: Head, target: SharesWeights) -> None:
         return
     advice = probe(head, target).advice()
     if advice is not None:
-        warnings.warn(f"{advice}; {PROBE_VARIABLE}=0 turns this trial off", SpeculationWarning, stacklevel=2)
+        warn(SpeculationWarning(f"{advice}; {PROBE_VARIABLE}=0 turns this trial off"), stacklevel=2)
 
 
 @torch.inference_mode()

@@ -6,9 +6,7 @@ The functions `of_...` look at no model, clock or machine.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +20,7 @@ from foretoken.draft.base import DrafterKey
 from foretoken.draft.group import drafter_key
 from foretoken.engine.request import RequestState
 from foretoken.engine.watch import Watcher
-from foretoken.errors import SpeculationWarning
+from foretoken.errors import SpeculationWarning, warn
 from foretoken.kv.pool import largest_cache_bytes
 from foretoken.machine.neighbours import NEIGHBOUR_CORES, OtherLoad
 from foretoken.machine.threads import current_waiting
@@ -321,12 +319,11 @@ class Adviser(Watcher):
         self._others.start()
 
     def _tell(self, advice: Advice | None) -> None:
-        """Warn, once for each topic; where the caller's filters make errors of warnings, answers still come."""
+        """Warn, once for each topic."""
         if advice is None or advice.topic in self._told:
             return
         self._told.add(advice.topic)
-        with suppress(Warning):
-            warnings.warn(SpeculationWarning(str(advice)), stacklevel=3)
+        warn(SpeculationWarning(str(advice)), stacklevel=3)
 
 
 def text_format(tokenizer: Tokenizer) -> TextFormat:

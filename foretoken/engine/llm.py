@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +35,7 @@ from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import check_mode, seed_costs
 from foretoken.engine.stats import EngineStats
 from foretoken.engine_config import EngineConfig, EngineOptions, config_of
-from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError
+from foretoken.errors import ForetokenError, InputError, SpeculationWarning, StorageError, warn
 from foretoken.heads.kind import with_head_kind
 from foretoken.machine.modes import own_modes
 from foretoken.machine.process import Uncopied
@@ -444,7 +442,4 @@ class LLM(BetweenRequests, Uncopied):
             if self.config.spec is not None:
                 raise
             self.spec = SpecConfig()
-            with suppress(Warning):  # where the caller's filters make errors of warnings: answers need no drafter
-                warnings.warn(
-                    SpeculationWarning(f"decoding plainly, since no drafter can be used: {error}"), stacklevel=3
-                )
+            warn(SpeculationWarning(f"decoding plainly, since no drafter can be used: {error}"), stacklevel=3)

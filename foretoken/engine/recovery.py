@@ -12,9 +12,8 @@ not fit alone, without a draft and in small pieces.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from traceback import clear_frames
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from foretoken.control.queue import SchedulerConfig
 from foretoken.engine.request import RequestState
 from foretoken.engine.stats import EngineStats
 from foretoken.engine.watch import Watcher
-from foretoken.errors import CapacityError, EngineError, RankError
+from foretoken.errors import CapacityError, EngineError, RankError, warn
 
 if TYPE_CHECKING:
     from foretoken.engine.engine import Engine
@@ -101,13 +100,9 @@ class Faults:
         self._stats = stats
 
     def tell(self, what: str, error: Exception, consequence: str) -> None:
-        """Count a fault and warn: the place, the error, and the consequence.
-
-        Where the caller's filters turn warnings into errors, the fault is only counted: generation continues.
-        """
+        """Count a fault and warn: the place, the error, and the consequence."""
         self._stats.num_faults += 1
-        with suppress(Warning):
-            warnings.warn(f"{what} raised {type(error).__name__}: {error}; {consequence}", stacklevel=3)
+        warn(f"{what} raised {type(error).__name__}: {error}; {consequence}", stacklevel=3)
 
     @contextmanager
     def contained(self, what: str, consequence: str) -> Iterator[None]:

@@ -19,13 +19,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from filelock import FileLock
 
+from foretoken.errors import warn
 from foretoken.files import CACHE_VARIABLE, cache_folder
 from foretoken.kernels import prebuilt
 from foretoken.machine import identity
@@ -58,7 +58,7 @@ def loaded(
     try:
         return load(built(source, flags))
     except BuildError as error:
-        warnings.warn(KernelWarning(f"{without}: {error}"), stacklevel=3)
+        warn(KernelWarning(f"{without}: {error}"), stacklevel=3)
         return None
 
 

@@ -6,11 +6,11 @@ import functools
 import importlib.metadata
 import platform
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.errors import warn
 from foretoken.machine.linux import text_of
 from foretoken.machine.memory import physical_bytes
 from foretoken.machine.neighbours import usable_cores
@@ -66,7 +66,7 @@ def has_slow_bf16(found: dict[str, bool] | None) -> bool:
 def warn_of_slow_bf16(info: Path = _INFO) -> None:
     """Warn, once in a process, where a model is in bfloat16 and the processor has no arithmetic for it."""
     if has_slow_bf16(features(info)):
-        warnings.warn(
+        warn(
             PrecisionWarning(
                 f"{processor(info)} has no bfloat16 arithmetic, so a bfloat16 model runs slowly: take dtype='float32', "
                 "or weights='int8'"

@@ -7,7 +7,6 @@ the weights themselves.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.errors import InputError
+from foretoken.errors import InputError, warn
 from foretoken.machine.process import give_back_freed_memory
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
@@ -203,7 +202,7 @@ def load_decoder(
     else:
         filler.linear(decoder.lm_head, {"lm_head": config.vocab_size}, config.hidden_size)
     if pack and filler.dequantised:
-        warnings.warn(DequantisedWarning(_dequantised_words(folder, target, filler.dequantised)), stacklevel=2)
+        warn(DequantisedWarning(_dequantised_words(folder, target, filler.dequantised)), stacklevel=2)
     return decoder.eval()
 
 

@@ -7,12 +7,11 @@ SentencePiece one are the same space.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from foretoken.errors import MismatchError
+from foretoken.errors import MismatchError, warn
 from foretoken.model.interface import LanguageModel
 from foretoken.text.token_bytes import BYTE_TOKEN
 from foretoken.text.tokenizer import Tokenizer
@@ -167,7 +166,7 @@ def warn_of_text(found: Translation, name: str, num_shared: int) -> None:
         )
     if found.how == "auto":
         above = f"from the {num_shared:,} tokens that both have ('intersection')" if num_shared else "so too"
-        warnings.warn(
+        warn(
             f"{found.difference}. At temperature 0 it drafts text, which is encoded again "
             f"(draft_vocabulary='strings'), and above {above}",
             stacklevel=4,
@@ -199,7 +198,7 @@ def _side(model: LanguageModel, tokenizer: Tokenizer) -> Side:
 
 def _warn_of_cost(target: LanguageModel, draft: LanguageModel) -> None:
     if draft.step_bytes >= target.step_bytes:
-        warnings.warn(
+        warn(
             f"the draft has {draft.step_bytes / 1e6:,.1f} MB of weights to read per step, the target "
             f"{target.step_bytes / 1e6:,.1f} MB: "
             "drafting costs as much as decoding",

@@ -236,6 +236,21 @@ def test_a_corrupt_file_is_named_and_measured_anew(content: str, open_llm: Calla
         assert llm.stats.profile_s == 0
 
 
+def test_a_warning_that_filters_make_an_error_is_logged_and_the_engine_opens(
+    open_llm: Callable[..., LLM], unheard: list[str]
+) -> None:
+    with open_llm() as llm:
+        path = llm.costs.path
+    assert path is not None
+    path.write_text("{")
+    with open_llm() as llm:
+        assert llm.stats.profile_s > 0
+    assert [
+        text for text in unheard if text.startswith(f"UserWarning: cached profile {path} cannot be used")
+    ] == unheard
+    unheard.clear()
+
+
 def test_a_file_of_something_else_under_this_name_is_not_believed(open_llm: Callable[..., LLM]) -> None:
     with open_llm() as llm:
         path, profile = llm.costs.path, llm.costs.profile

@@ -163,6 +163,17 @@ def test_no_kernel_is_missing_in_silence(name: str, tmp_path: Path, monkeypatch:
         assert KERNELS[name][0].__wrapped__() is None
 
 
+def test_a_kernel_is_done_without_where_filters_make_an_error_of_the_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unheard: list[str]
+) -> None:
+    """The step that asks for a kernel first failed, and every later one, too."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    for asked, words in KERNELS.values():
+        assert asked.__wrapped__() is None
+        assert words in unheard.pop()
+
+
 def test_without_a_compiler_there_is_one_warning_and_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

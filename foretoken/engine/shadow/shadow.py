@@ -9,7 +9,6 @@ time.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from foretoken.engine.shadow.sequential_test import (
 )
 from foretoken.engine.stats import ShadowStats
 from foretoken.engine.watch import RoundView
-from foretoken.errors import CapacityError, NumericsError
+from foretoken.errors import CapacityError, NumericsError, warn
 from foretoken.model.interface import LanguageModel
 from foretoken.text.processors import RequestProcessors
 from foretoken.text.randomness import Purpose, uniforms
@@ -258,7 +257,7 @@ class Shadow:
         else:
             return
         self._message = f"shadow check {after}: {found}; run `foretoken audit` on this model and these settings"
-        warnings.warn(self._message, stacklevel=2)
+        warn(self._message, stacklevel=2)
 
 
 def children_of(view: RoundView) -> list[DraftChildren | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from foretoken.engine.startup.start_profile import (
     measure_start,
     model_drafters,
 )
-from foretoken.errors import ConfigError, InputError, StorageError
+from foretoken.errors import ConfigError, InputError, StorageError, warn
 from foretoken.files import CACHE_VARIABLE, cache_folder
 from foretoken.machine.identity import machine, versions
 from foretoken.model.interface import LanguageModel
@@ -149,7 +148,7 @@ def _measured(
     try:
         save_profile(profile, path)
     except StorageError as error:
-        warnings.warn(
+        warn(
             f"{error}; it will be measured again next time. Set {CACHE_VARIABLE} to a folder that can be written",
             stacklevel=2,
         )
@@ -164,10 +163,10 @@ def _cached(path: Path) -> Profile | None:
     try:
         profile = load_profile(path)
     except (StorageError, InputError) as error:
-        warnings.warn(f"cached profile {path} cannot be used and is ignored: {error}", stacklevel=2)
+        warn(f"cached profile {path} cannot be used and is ignored: {error}", stacklevel=2)
         return None
     if profile.fingerprint != path.stem:
-        warnings.warn(
+        warn(
             f"cached profile {path} was measured for something else ({profile.fingerprint}) and is ignored",
             stacklevel=2,
         )

@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import os
-import warnings
-from contextlib import suppress
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, warn
 from foretoken.model.attention.choice import AttentionKind
 from foretoken.model.attention.fused import FusedAttention
 from foretoken.model.decoder import Decoder
@@ -76,6 +74,5 @@ def tell_of(failure: NotCaptured) -> None:
     reason = f"a step could not be captured ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
     if os.environ.get(GRAPHS_VARIABLE) == "on":
         raise ConfigError(GRAPHS_VARIABLE, "on", f"{reason}; leave it unset") from cause
-    with suppress(Warning):  # where the caller's filters make errors of warnings, the step still runs
-        words = f"{reason}, and runs without a graph, slower; {GRAPHS_VARIABLE}=off leaves all graphs out"
-        warnings.warn(GraphWarning(words), stacklevel=3)
+    words = f"{reason}, and runs without a graph, slower; {GRAPHS_VARIABLE}=off leaves all graphs out"
+    warn(GraphWarning(words), stacklevel=3)

@@ -13,7 +13,6 @@ for. An input size that 32 does not divide is filled up with zeros.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.config import QUANTISED
-from foretoken.errors import InputError
+from foretoken.errors import InputError, warn
 from foretoken.kernels.build import BuildError, KernelWarning, built
 from foretoken.model.matrices.codes import BLOCK_ROWS, Allocate, GroupedCodes, codes_shape, large_page_tensor
 from foretoken.model.matrices.grouped_kernel import SOURCE, SPAN, GroupedWeight, kernel, load
@@ -61,7 +60,7 @@ def drafts_at_speed(kind: str, dtype: torch.dtype, device: torch.device) -> bool
     check_quant(kind, dtype, device, field="draft_dtype")
     error = _build_error()
     if error is not None:
-        warnings.warn(
+        warn(
             KernelWarning(f"a drafter in {kind} runs with its weights as they are stored, not quantised: {error}"),
             stacklevel=3,
         )
