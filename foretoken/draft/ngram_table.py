@@ -29,6 +29,7 @@ _FORMAT = "foretoken n-gram table"
 _PACKAGED = Path(__file__).parent / "ngrams"
 _MULTIPLIER, _MASK, _SHIFT = 0x9E3779B97F4A7C15, (1 << 64) - 1, 29
 _SCALE = 255  # chances are kept in a byte
+_MAX_TOKEN = (1 << 32) - 1  # tokens are kept in 32 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +134,8 @@ def load_table(path: Path) -> NgramTable:
         are_words = keys.dtype == np.uint32 and tokens.dtype.kind == "u" and chances.dtype == np.uint8
         if not (are_words and keys.ndim == 1 and keys.shape == tokens.shape == chances.shape):
             raise CheckpointError(f"{path} is a damaged n-gram table: its columns differ in length or type")
+        if int(tokens.max(initial=0)) > _MAX_TOKEN:
+            raise CheckpointError(f"{path} is a damaged n-gram table: token {tokens.max()} is none of any vocabulary")
         if not bool((keys[1:] > keys[:-1]).all()):  # a context is searched for by halves
             raise CheckpointError(f"{path} is a damaged n-gram table: its keys do not ascend")
     return table_of(columns, metadata.get("vocabulary", ""))

@@ -128,6 +128,7 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path) -> None:
         {"keys.1": np.array([1, 2, 3], np.uint64)},
         {"tokens.1": np.array([-1, 2, 3], np.int32)},
         {"chances.1": np.ones(3, np.float32)},
+        {"tokens.1": np.array([1, 2, (1 << 32) + 5], np.uint64)},  # in 32 bits token 5
     ],
 )
 def test_damaged_tables_are_refused(tmp_path: Path, changed: dict[str, NDArray[np.generic]]) -> None:
