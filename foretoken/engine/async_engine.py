@@ -150,10 +150,18 @@ class AsyncEngine(Uncopied):
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
     ) -> AsyncIterator[StepOutput]:
-        """What each step adds to one answer; leaving the iteration frees the request."""
-        async with contextlib.aclosing(aiter(await self.submit_async(prompt, params, spec))) as pieces:
+        """What each step adds to one answer; leaving the iteration frees the request.
+
+        Raises:
+            InputError: this was closed half-way; also as `submit`.
+            ForetokenError: the error of a request that failed.
+        """
+        ticket = await self.submit_async(prompt, params, spec)
+        async with contextlib.aclosing(aiter(ticket)) as pieces:
             async for piece in pieces:
                 yield piece
+        if ticket.result().finish_reason == "abort":
+            self._check_open()  # what came is not the whole answer
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None

@@ -355,6 +355,22 @@ def test_who_waits_in_a_coroutine_hears_of_the_close(llm: LLM) -> None:
     asyncio.run(waiting())
 
 
+def test_a_stream_that_the_close_cuts_short_says_so(llm: LLM) -> None:
+    """It ended like a whole answer; a stream of `LLM` raises, too."""
+
+    async def reading() -> None:
+        engine = AsyncEngine(llm)
+        pieces = engine.stream(PROMPTS[0], LONG)
+        await anext(pieces)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(InputError, match="engine='closed': was closed"):
+            async for _ in pieces:
+                pass
+
+    asyncio.run(reading())
+    check_idle(llm)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_is_refused(engine: AsyncEngine) -> None:
     """It has no engine thread, and would wait for ever."""
