@@ -225,14 +225,23 @@ class Draft:
     inner: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.offsets[0] == 0
-        assert self.offsets[-1] == len(self.parents) == self.tokens.shape[0]
-        assert len(self.drafters) == self.num_requests
-        assert not self.sampled or len(self.sampled) == self.num_nodes
-        assert not self.provenance or len(self.provenance) == self.num_nodes
-        assert not self.inner or len(self.inner) == self.num_requests
-        assert self.mass is not None or not any(self.sampled)
-        assert self.probes is None or len(self.probes.offsets) == len(self.offsets)
+        assert self.misfit() is None, self.misfit()
+
+    def misfit(self) -> str | None:
+        """Which field does not fit the others in its length; None where all do."""
+        num_requests, num_nodes = self.num_requests, self.num_nodes
+        if self.offsets[0] != 0 or not self.offsets[-1] == num_nodes == self.tokens.shape[0]:
+            return f"offsets {self.offsets} of {num_nodes} parents and {self.tokens.shape[0]} tokens"
+        if len(self.drafters) != num_requests:
+            return f"{len(self.drafters)} drafters for {num_requests} requests"
+        for name, count in (("sampled", num_nodes), ("provenance", num_nodes), ("inner", num_requests)):
+            if getattr(self, name) and len(getattr(self, name)) != count:
+                return f"{name} of length {len(getattr(self, name))}, not {count}"
+        if self.mass is None and any(self.sampled):
+            return "sampled tokens without a mass"
+        if self.probes is not None and len(self.probes.offsets) != len(self.offsets):
+            return f"probes for {len(self.probes.offsets) - 1} requests, not {num_requests}"
+        return None
 
     @property
     def num_requests(self) -> int:

@@ -79,6 +79,9 @@ def _check_layout(draft: Draft, num_requests: int) -> None:
         raise DraftError(f"tokens of type {draft.tokens.dtype} and shape {list(draft.tokens.shape)}, not int64 [N]")
     if any(start > stop for start, stop in pairwise(draft.offsets)):
         raise DraftError("offsets that decrease")
+    misfit = draft.misfit()  # under python -O nothing has looked yet
+    if misfit is not None:
+        raise DraftError(misfit)
 
 
 def _tree_fault(
@@ -94,6 +97,9 @@ def _tree_fault(
         return None
     if len(tokens) > most:
         return f"{len(tokens)} tokens where at most {most} were requested"
+    other = next((kind for kind in {*map(type, tokens), *map(type, parents)} if kind is not int), None)
+    if other is not None:
+        return f"a token or a parent of type {other.__name__}, not int"
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         return f"token id {min(tokens) if min(tokens) < 0 else max(tokens)} outside the vocabulary of {vocab_size}"
     if tuple(parents) == tuple(range(-1, len(tokens) - 1)):

@@ -56,8 +56,9 @@ class DrafterFactory:
         """A new drafter for `spec`, whose `drafter` is set.
 
         Raises:
-            ConfigError: something that the drafter needs is missing, or it opened a model without being a
-                `ModelDrafter`, so that its cost would not be measured, or a part of it is a `HiddenStateReader`.
+            ConfigError: something that the drafter needs is missing, what was made is no drafter, or it opened a model
+                without being a `ModelDrafter`, so that its cost would not be measured, or a part of it is a
+                `HiddenStateReader`.
             CheckpointError, UnsupportedModelError, MismatchError: the draft model cannot be loaded, or is not made for
                 this target.
             StorageError: a file cannot be read.
@@ -65,6 +66,7 @@ class DrafterFactory:
         assert spec.drafter is not None
         source, num_before = load_source(spec.drafter), self._num_opened
         drafter: Drafter = getattr(source, "make", source)(self, spec)
+        _check_made(drafter, spec.drafter)
         members = [part for _, part in parts_of(spec, drafter)]
         if self._num_opened > num_before and not any(isinstance(part, ModelDrafter) for part in members):
             raise ConfigError(
@@ -171,6 +173,21 @@ def add_drafter(
     if isinstance(fields, str) or not known.issuperset(fields):
         raise ConfigError("fields", fields, "give a list of fields of SpecConfig, such as ['draft']")
     add_traits(name, Traits(make, samples=samples, fields=tuple(fields), options=options, limit_s=limit_s))
+
+
+def _check_made(drafter: object, name: str) -> None:
+    """Refuse what is no drafter, before a request is started with it.
+
+    Raises:
+        ConfigError: it lacks a method or a name, or is a class and no object.
+    """
+    needed = ["start", "propose", "finish", *([] if getattr(drafter, "only_follows", False) else ["commit"])]
+    missing = [method for method in needed if not callable(getattr(drafter, method, None))]
+    if missing or isinstance(drafter, type) or not isinstance(getattr(drafter, "name", None), str):
+        made = f"the class {drafter.__name__}" if isinstance(drafter, type) else type(drafter).__name__
+        lack = f" without {', '.join(missing)}" if missing else ""
+        remedy = f"its maker returned {made}{lack}: return an object with a name, a text, and {', '.join(needed)}"
+        raise ConfigError("drafter", name, f"{remedy} (docs/adding-a-drafter.md)")
 
 
 def limit_of(spec: SpecConfig) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +64,12 @@ def drawn(distribution: Sequence[float], token: int = 2, rows: Sequence[int] = (
     return replace(point([token]), sampled=(True,), mass=Mass(torch.tensor([distribution]), tuple(rows)))
 
 
+def unchecked(draft: Draft, **fields: object) -> Draft:
+    """The draft with other fields, as `python -O` makes it: without a look at how they fit each other."""
+    draft.__dict__.update(fields)
+    return draft
+
+
 FAIR = [1 / V] * V
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no draft": (lambda: [1, 2], "not a Draft"),
@@ -77,6 +84,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "its own parent": (lambda: point([1], [0]), "parent"),
     "parent -2": (lambda: point([1, 2], [-2, 0]), "parent"),
     "a parent far away": (lambda: point([1, 2], [-1, 7]), "parent"),
+    "parents that are floats": (lambda: replace(point([1]), parents=(-1.0,)), "of type float"),
+    "parents that are numbers of numpy": (lambda: replace(point([1]), parents=(np.int64(-1),)), "of type int64"),
+    "no names": (lambda: unchecked(point([1]), drafters=()), "0 drafters for 1 requests"),
+    "more parents than tokens": (lambda: unchecked(point([1]), parents=(-1, 0)), "2 parents and 1 tokens"),
     "twins": (lambda: point([3, 3], [-1, -1]), "twice"),
     "zero at the drawn token": (lambda: drawn([0.5, 0.5] + [0.0] * 6), "with mass 0"),
     "NaN": (lambda: drawn([NAN, *FAIR[1:]]), "not finite"),
@@ -303,6 +314,24 @@ def test_c11_the_drafter_is_named(llm: LLM, registered: None, failed_drafters: l
     with pytest.warns(DrafterWarning, match=r"drafter 'bad' failed \(token id 1000000 outside the vocabulary"):
         outs = generate(llm, Faulty("propose", lambda: outside))
     assert "token id 1000000 outside" in outs[0].stats.disabled_drafters["bad"]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (None, "returned NoneType without start, propose, finish, commit"),
+        (Faulty, "returned the class Faulty: return an object"),
+        (SimpleNamespace(name="bad", start=boom, propose=boom, finish=boom), "SimpleNamespace without commit:"),
+        (SimpleNamespace(start=boom, propose=boom, finish=boom, commit=boom), "with a name"),
+    ],
+    ids=["nothing", "a class", "no commit", "no name"],
+)
+def test_what_is_no_drafter_is_refused_when_it_is_made(llm: LLM, registered: None, made: object, said: str) -> None:
+    """It failed the request when that was started, or when a failure of it was to be named."""
+    add_drafter("bad", lambda factory, spec: made)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=said):
+        llm.generate(PROMPTS, LONG, SpecConfig("bad", num_draft=3))
+    audit.check_idle(llm)
 
 
 def test_a_chance_fault_costs_a_round(llm: LLM, registered: None, failed_drafters: list[str]) -> None:
