@@ -13,6 +13,7 @@ either refused or seen; what the thread has not ended when it stops, for whateve
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import threading
@@ -24,13 +25,14 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.engine.admission import UNQUEUED, check_types
-from foretoken.engine.driver import Driver
+from foretoken.engine.driver import END_S, Driver
 from foretoken.engine.llm import LLM
 from foretoken.engine.preparing import PreparingThreads
 from foretoken.engine.prompts import Conversation, Prompt, as_prompt, as_prompts
@@ -94,6 +96,7 @@ class AsyncEngine(Uncopied):
             if self._owns_llm:
                 self.llm.close()
             raise
+        _running.add(self)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None) -> Ticket:
         """Prepare one answer in this thread and queue it; coroutines have `submit_async`.
@@ -215,6 +218,14 @@ class AsyncEngine(Uncopied):
             self._thread.join()
             if self._owns_llm:
                 self.llm.close()
+
+    def end_thread(self) -> None:
+        """Stop as `close` does, and wait for the thread for a limited time: for the exit of the interpreter."""
+        if os.getpid() == self._process:
+            with self._wake:
+                self._is_closing = True
+                self._wake.notify()
+            self._thread.join(END_S)
 
     @property
     def is_running(self) -> bool:
@@ -415,3 +426,13 @@ class AsyncEngine(Uncopied):
             return
         answer = answer_of(one)
         ticket.end(answer if error is None else replace(answer, finish_reason="error", error=error), error)
+
+
+_running: WeakSet[AsyncEngine] = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """See `driver`, whose function runs after this one: a thread that waits for its turn could not be joined."""
+    for engine in tuple(_running):
+        engine.end_thread()

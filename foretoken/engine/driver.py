@@ -6,6 +6,7 @@ a thread of its own. Every step advances all requests, and each output goes to t
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Protocol
+from weakref import WeakSet
 
 from foretoken.core import StepOutput
 from foretoken.engine.engine import Engine
@@ -25,6 +27,7 @@ OnStep = Callable[[list[StepOutput]], None]
 Receiver = Callable[[StepOutput], None]
 
 _PAUSE_S = 1e-4  # long enough for another thread to take a lock that is free
+END_S = 30.0  # a step that takes longer is not waited for when the interpreter exits
 
 
 class Owner(Protocol):
@@ -46,6 +49,12 @@ class Turns:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._entered: dict[int, int] = {}  # how often, by thread
+        _all_turns.add(self)
+
+    def end(self) -> None:
+        """Wait for the step that runs, and leave the turns to the calling thread for good."""
+        if not self.is_forked:
+            self._lock.acquire(timeout=END_S)
 
     @property
     def lock(self) -> threading.RLock:
@@ -87,6 +96,18 @@ class Turns:
         """Let the other threads that have entered go first; costs nothing where there are none."""
         if len(self._entered) > 1:
             time.sleep(_PAUSE_S)
+
+
+_all_turns: WeakSet[Turns] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """When the interpreter exits, let no thread be within a step: Python ends daemon threads where they stand, and one
+    that stands in torch takes the process down with SIGABRT.
+    """
+    for turns in tuple(_all_turns):
+        turns.end()
 
 
 class Driver:
