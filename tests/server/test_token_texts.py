@@ -212,3 +212,44 @@ def test_a_text_is_sent_with_the_token_that_completes_it() -> None:
     choices = [event["choices"][0] for event in events_of(reply.text)]
     found = [(one["text"], one["token_ids"]) for one in choices if one["text"]]
     assert found == [("a", [0]), ("\U0001f600", [2]), ("b", [3]), ("日", [1]), ("\U0001f1e8", [5]), ("c", [6])]
+
+
+def test_log_probabilities_may_name_tokens_by_their_ids(backend: LocalBackend) -> None:
+    """vLLM's `return_tokens_as_token_ids`: names alone change, of whole answers, streams and echoed prompts."""
+    greedy: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    chat = greedy | {"messages": [{"role": "user", "content": "def"}], "logprobs": True, "top_logprobs": 3}
+    text = greedy | {"prompt": "def f(x):", "logprobs": 3}
+
+    async def post(path: str, body: dict[str, Any], is_named: bool = True, **more: Any) -> Any:
+        async with client_of(create_app(backend)) as client:
+            reply = await client.post(path, json={**body, **more, "return_tokens_as_token_ids": is_named})
+            return [event["choices"][0] for event in events_of(reply.text)] if "stream" in more else reply.json()
+
+    async def ask() -> list[Any]:
+        chats, texts = "/v1/chat/completions", "/v1/completions"
+        return [
+            await post(chats, chat),
+            await post(chats, chat, is_named=False),
+            await post(chats, chat, stream=True),
+            await post(texts, text, echo=True),
+            await post(texts, text, stream=True),
+        ]
+
+    whole, plain, chunks, echoed, pieces = run(ask())
+    choice = whole["choices"][0]
+    names = [f"token_id:{one}" for one in choice["token_ids"]]
+    entries, known = choice["logprobs"]["content"], plain["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in entries] == names
+    for entry, other in zip(entries, known, strict=True):
+        assert (entry["bytes"], entry["logprob"]) == (other["bytes"], other["logprob"])
+        assert entry["top_logprobs"][0]["token"] == entry["token"]  # greedy
+        assert all(one["token"].startswith("token_id:") for one in entry["top_logprobs"])
+    assert [one["token"] for chunk in chunks for one in (chunk["logprobs"] or {}).get("content", ())] == names
+    choice = echoed["choices"][0]
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in ids]
+    for name, tops in zip(choice["logprobs"]["tokens"][1:], choice["logprobs"]["top_logprobs"][1:], strict=True):
+        assert name in tops
+        assert all(one.startswith("token_id:") for one in tops)
+    streamed = [one for piece in pieces for one in (piece["logprobs"] or {}).get("tokens", ())]
+    assert streamed == choice["logprobs"]["tokens"][len(choice["prompt_token_ids"]) :]

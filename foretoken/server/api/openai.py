@@ -80,7 +80,7 @@ class ChatChoices(ChoiceWriter):
             return None
         choice = _chunk(piece.index, delta)
         if self._has_logprobs:
-            choice["logprobs"] = chat_logprobs(piece.tokens)
+            choice["logprobs"] = chat_logprobs(piece.tokens, self.names_ids)
         return choice | self.ids_of(piece.tokens)
 
     def last_choice(self, event: AnswerEnded) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class ChatChoices(ChoiceWriter):
             choice: dict[str, Any] = {
                 "index": index,
                 "message": {"role": "assistant", "refusal": None, **shaper.message()},
-                "logprobs": chat_logprobs(progress.tokens) if self._has_logprobs else None,
+                "logprobs": chat_logprobs(progress.tokens, self.names_ids) if self._has_logprobs else None,
                 "finish_reason": reason,
             }
             choices.append(choice | self.ids_of(progress.tokens) | self.of_choice(progress.ended))
@@ -156,7 +156,8 @@ class TextChoices(ChoiceWriter):
             return None
         choice = _choice(piece.index, piece.text)
         if self._num_logprobs is not None:
-            choice["logprobs"] = _logprobs(piece.text, piece.tokens, self._texts[piece.index])
+            starts = [one.start for one in self._texts[piece.index].divide(piece.text, piece.tokens)]
+            choice["logprobs"] = completion_logprobs(piece.tokens, starts, self.names_ids)
         return choice | self.ids_of(piece.tokens)
 
     def last_choice(self, event: AnswerEnded) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class TextChoices(ChoiceWriter):
                 # Divided apart: a prompt may be spelt otherwise than its tokens, after a normalisation for one.
                 starts = [one.start for one in TextDivision().divide(before, prompt)]
                 starts += [one.start for one in TextDivision(len(before)).divide(progress.text, progress.tokens)]
-                choice["logprobs"] = completion_logprobs([*prompt, *progress.tokens], starts)
+                choice["logprobs"] = completion_logprobs([*prompt, *progress.tokens], starts, self.names_ids)
             choice |= self.ids_of(progress.tokens) | self._prompt_ids(index)
             choice |= self.scored_prompt(index - index % self._n, self._num_listed)
             choices.append(choice | self.of_choice(progress.ended))
@@ -196,10 +197,6 @@ class TextChoices(ChoiceWriter):
 
 def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _logprobs(text: str, tokens: Sequence[TokenEvent], texts: TextDivision) -> dict[str, Any]:
-    return completion_logprobs(tokens, [one.start for one in texts.divide(text, tokens)])
 
 
 async def with_suffix(api: Api, body: CompletionRequest, terms: Terms) -> CompletionRequest:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fastapi import Request, Response
 
 from foretoken import __version__
-from foretoken.backend.call import AnswerEnded, RoundEvent, TokenEvent
+from foretoken.backend.call import Alternative, AnswerEnded, RoundEvent, TokenEvent
 from foretoken.server.api.call import metrics_level, tier_of, wants_trace
 from foretoken.server.api.envelopes import status_of
 from foretoken.server.api.errors import ApiError, final, json_response, name_as_sent
@@ -198,6 +198,11 @@ class ChoiceWriter(AnswerWriter):
         return bool(self.body.return_token_ids) or self._has_trace or self._has_running_usage
 
     @property
+    def names_ids(self) -> bool:
+        """Whether log-probabilities name tokens by their ids."""
+        return bool(self.body.return_tokens_as_token_ids)
+
+    @property
     def _has_running_usage(self) -> bool:
         """Whether every chunk has the usage so far: part of `include_usage`, as in vLLM."""
         return self._options.include_usage and self._options.continuous_usage_stats
@@ -272,29 +277,34 @@ async def _run(exchange: Exchange) -> None:
         pass
 
 
-def chat_logprobs(tokens: Sequence[TokenEvent]) -> dict[str, Any]:
-    """The object of a chat's choice."""
-    return {"content": [_chat_entry(token) for token in tokens], "refusal": None}
+def chat_logprobs(tokens: Sequence[TokenEvent], as_ids: bool = False) -> dict[str, Any]:
+    """The object of a chat's choice; `as_ids` names tokens by their ids."""
+    return {"content": [_chat_entry(token, as_ids) for token in tokens], "refusal": None}
 
 
-def _chat_entry(token: TokenEvent) -> dict[str, Any]:
-    return {
-        "token": token.text,
-        "logprob": _bounded(token.logprob),
-        "bytes": _bytes(token.data),
-        "top_logprobs": [
-            {"token": one.text, "logprob": _bounded(one.logprob), "bytes": _bytes(one.data)} for one in token.top
-        ],
-    }
+def _chat_entry(token: TokenEvent, as_ids: bool) -> dict[str, Any]:
+    tops = [_named_entry(one, as_ids) for one in token.top]
+    return {**_named_entry(token, as_ids), "top_logprobs": tops}
 
 
-def completion_logprobs(tokens: Sequence[TokenEvent], offsets: Sequence[int]) -> dict[str, Any]:
-    """The object of a completion's choice; `offsets` are the places where the texts of the tokens begin."""
+def _named_entry(one: TokenEvent | Alternative, as_ids: bool) -> dict[str, Any]:
+    return {"token": _name(one, as_ids), "logprob": _bounded(one.logprob), "bytes": _bytes(one.data)}
+
+
+def _name(one: TokenEvent | Alternative, as_ids: bool) -> str:
+    """A token by its text, or in vLLM's form by its id: several tokens may have one text."""
+    return f"token_id:{one.token_id}" if as_ids else one.text
+
+
+def completion_logprobs(tokens: Sequence[TokenEvent], offsets: Sequence[int], as_ids: bool = False) -> dict[str, Any]:
+    """The object of a completion's choice; `offsets` are the places where the texts of the tokens begin, `as_ids` names
+    tokens by their ids.
+    """
     return {
         "text_offset": offsets,
         "token_logprobs": [None if token.logprob is None else _bounded(token.logprob) for token in tokens],
-        "tokens": [token.text for token in tokens],
-        "top_logprobs": [_tops(token) for token in tokens],
+        "tokens": [_name(token, as_ids) for token in tokens],
+        "top_logprobs": [_tops(token, as_ids) for token in tokens],
     }
 
 
@@ -314,14 +324,13 @@ def _ranked(token: TokenEvent, count: int) -> dict[str, Any]:
     }
 
 
-def _tops(token: TokenEvent) -> dict[str, float] | None:
+def _tops(token: TokenEvent, as_ids: bool) -> dict[str, float] | None:
     """The likeliest texts, and the token's own; of two tokens with one text the likelier counts."""
     if token.logprob is None:
         return None
     found: dict[str, float] = {}
-    for one in token.top:
-        found.setdefault(one.text, _bounded(one.logprob))
-    found.setdefault(token.text, _bounded(token.logprob))
+    for one in (*token.top, token):
+        found.setdefault(_name(one, as_ids), _bounded(one.logprob))
     return found
 
 
