@@ -415,7 +415,9 @@ class TokenOrigin:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability and rank (1 = most probable) of one token, and of the most probable tokens, best first."""
+    """Log-probability and rank (1 = most probable) of one token, and of the most probable tokens, or of those that the
+    request lists, best first.
+    """
 
     token_id: int
     logprob: float

@@ -69,7 +69,8 @@ class SamplingParams:
     - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
       `logprobs_of="distribution"` means the distribution the token was drawn from (at temperature 0 that distribution
       before the argmax, at temperature 1), `"model"` the model's own softmax before anything above. `prompt_logprobs=k`
-      is always the model's own.
+      is always the model's own. With `logprob_token_ids` these tokens and the emitted one are reported in place of the
+      likeliest.
     - At most one of `json_schema`, `regex`, `grammar` (Lark syntax) constrains the answer.
     - A smaller `priority` is served earlier. `deadline_s` seconds after its arrival the answer is wanted: among
       requests of equal priority and age the earliest deadline goes first; a late request is still served. Neither
@@ -129,6 +130,7 @@ class SamplingParams:
         metadata=_answer("Report log-probabilities of each token and of this many most likely alternatives."),
     )
     logprobs_of: Literal["distribution", "model"] = "distribution"
+    logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = field(
         default=None, metadata=_answer("The same for the prompt's tokens, under the model's own distribution.")
     )
@@ -209,6 +211,17 @@ class SamplingParams:
                 check_whole(name, getattr(self, name), low=0, high=1024)
         if self.logprobs_of not in ("distribution", "model"):
             raise InputError("logprobs_of", self.logprobs_of, "must be 'distribution' or 'model'")
+        self._check_listed()
+
+    def _check_listed(self) -> None:
+        listed = self.logprob_token_ids
+        if not isinstance(listed, list | tuple):
+            raise InputError("logprob_token_ids", listed, "must be a list of token ids")
+        if listed and self.logprobs is None:
+            raise InputError("logprob_token_ids", listed, "needs logprobs, such as logprobs=0")
+        for token in listed:
+            check_whole("logprob_token_ids", token, low=0)
+        object.__setattr__(self, "logprob_token_ids", tuple(dict.fromkeys(listed)))
 
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]

@@ -150,6 +150,7 @@ def test_fields_of_the_public_configs() -> None:
             "n",
             "logprobs",
             "logprobs_of",
+            "logprob_token_ids",
             "prompt_logprobs",
         ),
         *("json_schema", "regex", "grammar"),

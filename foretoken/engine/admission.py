@@ -60,6 +60,7 @@ def check_request(
     if not prompt_ids:
         raise InputError("prompt", list(prompt_ids), "is empty; give at least one token")
     check_tokens("prompt", prompt_ids, target.vocab_size)
+    check_tokens("logprob_token_ids", params.logprob_token_ids, target.vocab_size)
     context = target.max_context_tokens
     check_length(len(prompt_ids), context)
     if params.stop_strings and not has_text:

@@ -42,12 +42,14 @@ def log_model(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
-def token_logprobs(distribution: Tensor, tokens: Sequence[int], top: int = 0) -> list[TokenLogprobs]:
+def token_logprobs(
+    distribution: Tensor, tokens: Sequence[int], top: int = 0, listed: Sequence[int] = ()
+) -> list[TokenLogprobs]:
     """What to report of `tokens` [n], each drawn from its row of log-probabilities `distribution` [n, V], with the
-    `top` likeliest of the row.
+    `top` likeliest of the row; or, in their place, with the tokens `listed` and itself.
 
-    Equal ones are ordered by id, in lists and ranks alike. Tokens of probability 0 are not listed, so a list may come
-    out shorter.
+    Equal ones are ordered by id, in lists and ranks alike. Of the likeliest, tokens of probability 0 are not listed, so
+    a list may come out shorter.
     """
     assert distribution.shape[0] == len(tokens)
     if not tokens:
@@ -58,8 +60,19 @@ def token_logprobs(distribution: Tensor, tokens: Sequence[int], top: int = 0) ->
         (distribution == values) & (torch.arange(distribution.shape[-1], device=distribution.device) < chosen)
     )  # [n, V]
     found, ranks = to_host(values[:, 0], 1 + before.sum(-1))
-    tops = _likeliest(distribution, min(top, distribution.shape[-1])) if top > 0 else [()] * len(tokens)
+    if listed:
+        tops = _chosen(distribution, tokens, listed)
+    else:
+        tops = _likeliest(distribution, min(top, distribution.shape[-1])) if top > 0 else [()] * len(tokens)
     return [TokenLogprobs(*row) for row in zip(tokens, found, ranks, tops, strict=True)]
+
+
+def _chosen(distribution: Tensor, tokens: Sequence[int], listed: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """The tokens `listed` and each row's own, best first, equal ones by id."""
+    rows = [[*listed, token] for token in tokens]
+    (scores,) = to_host(distribution.gather(-1, to_device(rows, distribution.device)))
+    found = [dict(zip(row, values, strict=True)) for row, values in zip(rows, scores, strict=True)]
+    return [tuple(sorted(row.items(), key=lambda pair: (-pair[1], pair[0]))) for row in found]
 
 
 def _likeliest(distribution: Tensor, top: int) -> list[tuple[tuple[int, float], ...]]:
@@ -227,4 +240,4 @@ def _logprobs(
         if params.logprobs_of == "model"
         else sampling_log_probs(target.processed[own], [params] * len(rows))
     )
-    return tuple(token_logprobs(distribution, tokens, params.logprobs))
+    return tuple(token_logprobs(distribution, tokens, params.logprobs, params.logprob_token_ids))

@@ -4,6 +4,7 @@ decoding.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.engine.scheduler import SchedulerConfig
+from foretoken.errors import InputError
 from tests.helpers.checkpoints import token_ids
 
 PROMPT = token_ids(9, seed=3) * 2
@@ -64,6 +66,23 @@ def test_law_logprobs_are_the_same_with_and_without_drafts(llm: LLM, pair: Simpl
             assert [t for t, _ in mine.top] == [t for t, _ in theirs.top]
     if temperature:
         assert all(sum(torch.tensor(p).exp() for _, p in entry.top) <= 1 + 1e-6 for entry in plain.logprobs)
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_log_probabilities_of_listed_tokens(llm: LLM, drafter: str | None) -> None:
+    params = SamplingParams(max_tokens=8, logprobs=0, logprobs_of="model", ignore_eos=True)
+    every = llm.generate([PROMPT], replace(params, logprobs=llm.target.vocab_size))[0]
+    out = llm.generate([PROMPT], replace(params, logprob_token_ids=[5, 1, 5]), SpecConfig(drafter))[0]
+    assert out.token_ids == every.token_ids
+    for entry, known in zip(out.logprobs, every.logprobs, strict=True):
+        values = dict(known.top)
+        assert {token for token, _ in entry.top} == {1, 5, entry.token_id}
+        assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+        for token, value in entry.top:
+            assert value == pytest.approx(values[token], abs=1e-4)
+    for wrong in ({"logprob_token_ids": [llm.target.vocab_size]}, {"logprob_token_ids": [1], "logprobs": None}):
+        with pytest.raises(InputError, match="logprob_token_ids"):
+            llm.generate([PROMPT], replace(params, **wrong))
 
 
 def test_logprobs_zero_reports_the_token_alone(llm: LLM) -> None:

@@ -253,3 +253,37 @@ def test_log_probabilities_may_name_tokens_by_their_ids(backend: LocalBackend) -
         assert all(one.startswith("token_id:") for one in tops)
     streamed = [one for piece in pieces for one in (piece["logprobs"] or {}).get("tokens", ())]
     assert streamed == choice["logprobs"]["tokens"][len(choice["prompt_token_ids"]) :]
+
+
+def test_log_probabilities_of_tokens_that_a_client_lists(backend: LocalBackend) -> None:
+    """vLLM's `logprob_token_ids`: the listed tokens and the drawn one, whole and streamed."""
+    asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logprob_token_ids": [7, 300]}
+    chat = asked | {"messages": [{"role": "user", "content": "def"}], "logprobs": True, "top_logprobs": 1}
+    text = asked | {"prompt": "def f(x):", "logprobs": 0}
+
+    async def post(path: str, body: dict[str, Any], **more: Any) -> httpx2.Response:
+        async with client_of(create_app(backend)) as client:
+            return await client.post(path, json={"return_tokens_as_token_ids": True, **body, **more})
+
+    async def ask() -> list[httpx2.Response]:
+        return [
+            await post("/v1/chat/completions", chat),
+            await post("/v1/chat/completions", chat, stream=True),
+            await post("/v1/completions", text),
+            await post("/v1/completions", text, logprob_token_ids=list(range(21))),
+            await post("/v1/completions", text, logprob_token_ids=[10**6]),
+            await post("/v1/completions", text, logprobs=None),
+            await post("/v1/chat/completions", chat, logprobs=False, top_logprobs=None),
+        ]
+
+    whole, streamed, texts, *refused = run(ask())
+    entries = whole.json()["choices"][0]["logprobs"]["content"]
+    chunks = [event["choices"][0]["logprobs"] for event in events_of(streamed.text)]
+    assert [one for chunk in chunks for one in (chunk or {}).get("content", ())] == entries
+    for entry in entries:
+        assert {one["token"] for one in entry["top_logprobs"]} == {"token_id:7", "token_id:300", entry["token"]}
+    found = texts.json()["choices"][0]["logprobs"]
+    for name, tops in zip(found["tokens"], found["top_logprobs"], strict=True):
+        assert set(tops) == {"token_id:7", "token_id:300", name}
+    assert [one.status_code for one in refused] == [400] * 4
+    assert [one.json()["error"]["param"] for one in refused] == ["logprob_token_ids"] * 4

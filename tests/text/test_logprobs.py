@@ -94,6 +94,22 @@ def test_lists_and_ranks_follow_the_definition(kind: str, top: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("listed", [(7,), (3, 39, 0, 11)])
+def test_listed_tokens_stand_in_place_of_the_likeliest(listed: tuple[int, ...]) -> None:
+    n, vocab = 25, 40
+    logits = noise(n, vocab, torch.float32).round()
+    logits[:, 11] = -torch.inf
+    distribution = log_model(logits)
+    tokens = [row % 10 for row in range(n)]
+    for row, found in enumerate(token_logprobs(distribution, tokens, 5, listed)):
+        values = distribution[row].tolist()
+        plain = slow(values, tokens[row], 0)
+        assert (found.token_id, found.logprob, found.rank) == (plain.token_id, plain.logprob, plain.rank)
+        assert list(found.top) == sorted(
+            {(one, values[one]) for one in (*listed, tokens[row])}, key=lambda x: (-x[1], x[0])
+        )
+
+
 def test_the_token_of_the_argmax_has_rank_one_and_leads_the_list() -> None:
     logits = noise(20, 50, torch.bfloat16).round()
     chosen = target_probs(logits, [SamplingParams()] * 20).argmax(-1).tolist()

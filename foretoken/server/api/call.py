@@ -39,6 +39,7 @@ _PASSED_ON = (
     "ignore_eos",
     "min_tokens",
     "bad_words",
+    "logprob_token_ids",
 )
 
 
@@ -179,8 +180,9 @@ def _params(
 ) -> SamplingParams:
     config = terms.config
     _check_lists(body, terms)
-    if logprobs is not None and logprobs > config.max_logprobs:
-        raise invalid(logprobs_param, f"must be at most {config.max_logprobs}", logprobs)
+    for name, count in ((logprobs_param, logprobs), ("logprob_token_ids", len(body.logprob_token_ids or ()))):
+        if count is not None and count > config.max_logprobs:
+            raise invalid(name, f"must be at most {config.max_logprobs}", count)
     given: dict[str, Any] = {
         name: value
         for name in _PASSED_ON

@@ -220,6 +220,7 @@ class SamplingFields(BaseModel):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: ListOf[Whole] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_NAME_CHARS)] | None = None
     priority: Annotated[int, Field(ge=PRIORITIES[0], le=PRIORITIES[1])] | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None

@@ -329,7 +329,8 @@ def _tops(token: TokenEvent, as_ids: bool) -> dict[str, float] | None:
     if token.logprob is None:
         return None
     found: dict[str, float] = {}
-    for one in (*token.top, token):
+    listed: list[Alternative | TokenEvent] = [*token.top, token]
+    for one in listed:
         found.setdefault(_name(one, as_ids), _bounded(one.logprob))
     return found
 
