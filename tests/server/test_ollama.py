@@ -14,6 +14,8 @@ from foretoken.errors import ContextLengthError, OverloadedError
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.api.ollama_request import OllamaChat, as_chat
+from foretoken.server.guard.app import Guard
+from foretoken.server.guard.config import GuardConfig
 from tests.helpers.fake_backend import INFO, FakeBackend, ended, piece
 from tests.helpers.http import JSON, Records, client_of, run
 
@@ -163,6 +165,21 @@ def test_a_stream_is_the_answer(path: str) -> None:
     assert {name: last[name] for name in last.keys() - timed} == {name: whole[name] for name in whole.keys() - timed}
     assert (whole["done_reason"], whole["eval_count"], whole["prompt_eval_count"]) == ("length", 3, 3)
     assert (whole["total_duration"], whole["prompt_eval_duration"]) == (30_000_000, 19_000_000)
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_the_body_is_json_whatever_its_type(kind: str | None) -> None:
+    """LiteLLM names no content type, and curl's `-d`, as Ollama's documentation has it, that of a form."""
+
+    async def post(path: str, **more: str) -> int:
+        headers = more | ({} if kind is None else {"content-type": kind})
+        app = Guard(create_app(FakeBackend(script(["one"])), ON), GuardConfig(allowed_hosts=("test",)))
+        async with client_of(app) as client:
+            return (await client.post(path, content=json.dumps(HELLO).encode(), headers=headers)).status_code
+
+    assert run(post(CHAT)) == 200
+    assert run(post("/v1/chat/completions")) == 415
+    assert run(post(CHAT, origin="https://other.example")) == 403
 
 
 def test_streams_are_the_default() -> None:

@@ -162,3 +162,21 @@ class JsonRoute(APIRoute):
             return await handler(StrictRequest(request.scope, request.receive))
 
         return handle
+
+
+class UntypedJsonRoute(JsonRoute):
+    """A route with a body of strict JSON, whatever content type it has: for an interface whose clients name none.
+
+    A page of another site may send such a request without asking first; the guard refuses it by its `Origin`.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        """See `APIRoute`."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            others = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+            request.scope["headers"] = [*others, (b"content-type", b"application/json")]
+            return await handler(request)
+
+        return handle

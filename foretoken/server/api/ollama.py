@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from foretoken.backend.call import AnswerEnded, Call, ModelInfo, TokenEvent
-from foretoken.server.api.body import JsonRoute
+from foretoken.server.api.body import UntypedJsonRoute
 from foretoken.server.api.call import Terms, chat_call, check_model, completion_call, terms_of
 from foretoken.server.api.envelopes import OLLAMA_PATH
 from foretoken.server.api.errors import Responses, error_responses, json_response, object_schema
@@ -43,7 +43,7 @@ _Json = dict[str, Any]
 
 def ollama_router(api: Api) -> APIRouter:
     """The routes."""
-    router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
+    router = APIRouter(route_class=UntypedJsonRoute, responses=_ERRORS)
 
     @router.post(CHAT_PATH, summary="The next message of a conversation, as Ollama has it", responses=_STREAMED)
     async def chat(body: OllamaChat, request: Request) -> Response:
