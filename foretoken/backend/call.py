@@ -232,6 +232,13 @@ class Backend(Protocol):
             ContextLengthError: the same, of a text that must fit the context.
         """
 
+    async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own spelling of each id, None for one without a token.
+
+        Raises:
+            InputError, UnavailableError: see `open`.
+        """
+
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """The text of token ids; `has_specials`: with special tokens as they are spelt.
 

@@ -189,6 +189,11 @@ class LocalBackend:
 
         return await self.engine.in_thread(encode, text.tenant)
 
+    async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
+        """See `Backend.spell`."""
+        tokenizer = self._tokenizer("tokens", list(token_ids))
+        return await self.engine.in_thread(lambda: [tokenizer.token(token_id) for token_id in token_ids])
+
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
         tokenizer = self._tokenizer("tokens", list(token_ids))

@@ -134,6 +134,10 @@ class RayBackend:
         """See `Backend.tokenize`."""
         return await self._there().tokenize(text)
 
+    async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
+        """See `Backend.spell`."""
+        return await self._there().spell(token_ids)
+
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
         return await self._there().detokenize(token_ids, has_specials)

@@ -122,6 +122,10 @@ class FakeBackend:
         whole = str([text.messages, text.tools, text.template_options]) if is_chat else text.prompt or ""
         return list(range(len(whole)))
 
+    async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
+        """See `Backend`."""
+        return list(map(str, token_ids))
+
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend`."""
         return "".join(map(chr, token_ids))

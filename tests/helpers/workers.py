@@ -91,6 +91,9 @@ class ScriptedBackend:
     async def tokenize(self, text: TextToEncode) -> list[int]:
         return [len(text.prompt or "")]
 
+    async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
+        return list(map(str, token_ids))
+
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         return " ".join(map(str, token_ids))
 

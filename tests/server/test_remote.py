@@ -117,6 +117,7 @@ def test_texts_figures_and_refusals(engine: AsyncEngine, monkeypatch: pytest.Mon
         async with remote(LocalBackend(engine, "reference")) as backend:
             ids = await backend.tokenize(TextToEncode("def f(x):"))
             assert await backend.detokenize(ids) == "def f(x):"
+            assert await backend.spell([*ids, 10**6]) == [*map(engine.llm.tokenizer.token, ids), None]
             held = await backend.invariants()
             assert held["num_calls"] == held["num_running"] == held["pools"]["target"]["used"] == 0
             assert held["pools"]["target"]["total"] > 0

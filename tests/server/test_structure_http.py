@@ -218,6 +218,9 @@ def test_tokens_both_ways(server: Server) -> None:
     found = server.post("/tokenize", {"prompt": "def f(x):", "add_special_tokens": False}).json()
     assert found["count"] == len(found["tokens"]) > 2
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "def f(x):"}
+    spelt = server.post("/tokenize", {"prompt": "def f(x):", "add_special_tokens": False, "return_token_strs": True})
+    assert "".join(spelt.json()["token_strs"]).replace("\u0120", " ") == "def f(x):"
+    assert (spelt.json()["tokens"], found["token_strs"]) == (found["tokens"], None)
     chat = server.post("/tokenize", {"messages": MESSAGES}).json()
     assert "# user:" in server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"]
     for path, body, param in (

@@ -123,6 +123,7 @@ class TokenizeRequest(RequestPart):
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(RequestPart):
@@ -169,7 +170,9 @@ def tokenization_router(api: Api) -> APIRouter:
         tenant = caller_of(request.scope).tenant
         text = TextToEncode(body.prompt, messages, body.add_special_tokens, template_options=options, tenant=tenant)
         tokens = await api.backend.tokenize(text)
-        return json_response({"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens})
+        spelt = await api.backend.spell(tokens) if body.return_token_strs else None
+        counted = {"count": len(tokens), "max_model_len": info.max_model_len}
+        return json_response({**counted, "tokens": tokens, "token_strs": spelt})
 
     @router.post("/detokenize", summary="The text of token ids")
     async def detokenize(body: DetokenizeRequest) -> Response:

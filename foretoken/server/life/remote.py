@@ -22,6 +22,7 @@ from foretoken.server.life.wire import (
     Over,
     Refused,
     Returned,
+    Spell,
     Tokenize,
     from_wire,
     unwritable,
@@ -87,6 +88,11 @@ class RemoteBackend:
     async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend.tokenize`."""
         found: list[int] = await self._ask(lambda number: Tokenize(number, text))
+        return found
+
+    async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
+        """See `Backend.spell`."""
+        found: list[str | None] = await self._ask(lambda number: Spell(number, list(token_ids)))
         return found
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:

@@ -214,6 +214,10 @@ class Replicas:
         """See `Backend.tokenize`."""
         return await self._least_loaded().tokenize(text)
 
+    async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
+        """See `Backend.spell`."""
+        return await self._least_loaded().spell(token_ids)
+
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
         return await self._least_loaded().detokenize(token_ids, has_specials)

@@ -83,6 +83,13 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
     request: TextToEncode
 
 
+class Spell(msgspec.Struct, frozen=True, tag="spell"):
+    """`Backend.spell`."""
+
+    call: int
+    token_ids: list[int]
+
+
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
     """`Backend.detokenize`."""
 
@@ -150,7 +157,7 @@ class Returned(msgspec.Struct, frozen=True, tag="answer"):
     value: Any
 
 
-Command = LoadEngine | Open | Cancel | Tokenize | Detokenize | AskStats | AskInvariants
+Command = LoadEngine | Open | Cancel | Tokenize | Spell | Detokenize | AskStats | AskInvariants
 
 
 Message = Loaded | NotLoaded | Beat | Happened | Over | Refused | Returned

@@ -41,6 +41,7 @@ from foretoken.server.life.wire import (
     Over,
     Refused,
     Returned,
+    Spell,
     Tokenize,
     WireError,
     engine_config_of,
@@ -72,6 +73,8 @@ async def value_of(command: Any, backend: Backend) -> Any:  # noqa: ANN401
     """What a command that generates nothing returns."""
     if isinstance(command, Tokenize):
         return await backend.tokenize(command.request)
+    if isinstance(command, Spell):
+        return await backend.spell(command.token_ids)
     if isinstance(command, Detokenize):
         return await backend.detokenize(command.token_ids, command.has_specials)
     assert isinstance(command, AskStats)
