@@ -170,7 +170,7 @@ class UntypedJsonRoute(JsonRoute):
     A page of another site may send such a request without asking first; the guard refuses it by its `Origin`.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """See `APIRoute`."""
         handler = super().get_route_handler()
 
