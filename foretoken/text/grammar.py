@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from foretoken.config import SamplingParams
 from foretoken.errors import InputError, install
-from foretoken.params import check_text, plain_schema
 from foretoken.text import grammar_trial
-from foretoken.text.schema_numbers import NAMED, REMARKS, VALUES, check_numbers
+from foretoken.text.json_schema import WHITESPACE, prepared_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -50,10 +49,6 @@ TRIAL_DEADLINE_S = 5  # of a processor; the largest honest schema seen took 1.2 
 _TRIAL_WAIT_S = 30.0 if sys.platform == "linux" else float(TRIAL_DEADLINE_S)
 _TRIAL_MEMORY_BYTES = 2 << 30
 
-# Between the parts of a JSON text: a space, or a new line and its indentation. With "any white space", the library's
-# default, a model may write blank lines until its tokens run out. A schema may bring its own: {"x-guidance":
-# {"whitespace_flexible": true}}.
-_WHITESPACE = r" |\r?\n[ \t]{0,40}"
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _HEAVY = re.compile(
     r"fuel|too (many|large|big|slow|deeply)|recursion limit|current row has|exceed|unable to determine|panic", re.I
@@ -82,7 +77,8 @@ def grammar_text(field: Field, value: Mapping[str, Any] | str) -> str:
     """
     size = len(value.encode()) if isinstance(value, str) else 0
     if field == "json_schema":
-        grammars = [{"lark_grammar": f"start: @answer{_OPTIONS}"}, {"name": "answer", "json_schema": _schema(value)}]
+        schema = prepared_schema(field, value, WHITESPACE)
+        grammars = [{"lark_grammar": f"start: @answer{_OPTIONS}"}, {"name": "answer", "json_schema": schema}]
     elif field == "regex":
         from llguidance import LLMatcher
 
@@ -114,39 +110,6 @@ def lark_of_gbnf(text: str) -> str:
         return str(gbnf_to_lark(text))
     except Exception as error:
         raise InputError("grammar", None, "is no grammar in GBNF") from error
-
-
-def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The schema as llguidance takes it, with our idea of white space unless it has its own."""
-    schema = plain_schema(value)
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise InputError("json_schema", value, "a JSON schema must be an object, or true for any JSON")
-    check_text("json_schema", json.dumps(schema, ensure_ascii=False))
-    check_numbers("json_schema", schema)
-    _leave_out_idle(schema)
-    options = schema.get("x-guidance", {})
-    if isinstance(options, dict) and "whitespace_flexible" not in options:
-        schema["x-guidance"] = {"whitespace_pattern": _WHITESPACE} | options
-    return schema
-
-
-def _leave_out_idle(schema: dict[str, Any]) -> None:
-    """Take words out of a schema that llguidance does not follow, where they ask for nothing: `uniqueItems: false`."""
-    waiting: list[Any] = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, list):
-            waiting += one
-        elif isinstance(one, dict):
-            if one.get("uniqueItems") is False:
-                del one["uniqueItems"]
-            for key, value in one.items():
-                if key in NAMED and isinstance(value, dict):
-                    waiting += value.values()
-                elif key not in VALUES + REMARKS:
-                    waiting.append(value)
 
 
 class Vocabulary:

@@ -15,14 +15,10 @@ from pydantic import Field, StringConstraints
 from foretoken.errors import InputError
 from foretoken.server.api.body import ClosedPart, ListOf, RequestPart
 from foretoken.server.api.errors import invalid
-from foretoken.text.schema_numbers import check_numbers
+from foretoken.text.json_schema import WHITESPACE, prepared_schema
 
 MAX_SCHEMA_CHARS = 512 * 1024  # as `grammar.MAX_TEXT_BYTES`
 MAX_CHOICES = 1024  # texts of `structured_outputs.choice`; the limit on their bytes is the grammar's
-
-# Between the parts of JSON text inside a grammar: a space, or a new line and its indentation. The library's default,
-# any white space, lets a model write blank lines until its tokens run out.
-WHITESPACE = r" |\r?\n[ \t]{0,40}"
 
 
 class JsonSchemaFormat(RequestPart):
@@ -114,15 +110,14 @@ def json_rule(field: str, schema: dict[str, Any], whitespace: str = WHITESPACE) 
     """A Lark expression for JSON text that fits `schema`, with `whitespace` (a regular expression) between its parts.
 
     Raises:
-        ApiError: too long, nested too deeply, or with numbers that an answer cannot be held to.
+        ApiError: too long, nested too deeply, or one that an answer cannot be held to.
     """
     check_size(field, schema)
     try:
-        check_numbers(field, schema)
+        prepared = prepared_schema(field, schema, whitespace)
     except InputError as error:
         raise invalid(field, f"{error.value}: {error.remedy}") from None
-    spaced = schema if "x-guidance" in schema else {"x-guidance": {"whitespace_pattern": whitespace}, **schema}
-    return f"%json {json_text(field, spaced)}"
+    return f"%json {json_text(field, prepared)}"
 
 
 def lark_text(text: str) -> str:

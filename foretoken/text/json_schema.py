@@ -1,0 +1,101 @@
+"""A JSON schema as llguidance takes it: a copy that asks for the same, and no word that it would follow otherwise."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from foretoken.errors import InputError
+from foretoken.params import check_text, plain_schema
+from foretoken.text.schema_numbers import NAMED, REMARKS, VALUES, check_numbers
+
+# Between the parts of a JSON text: a space, or a new line and its indentation. With "any white space", the library's
+# default, a model may write blank lines until its tokens run out. A schema may bring its own: {"x-guidance":
+# {"whitespace_flexible": true}}.
+WHITESPACE = r" |\r?\n[ \t]{0,40}"
+# llguidance knows a property by one way of writing its name, and takes "\u0061" for another property than "a". Without
+# \u there is one way only. Control characters cannot be written then, but for those with an escape of their own.
+_ESCAPES = 'nrbtf\\"'
+_NEEDS_ESCAPE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+# Words that llguidance does not follow, with the values that ask for nothing.
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
+
+
+def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str) -> dict[str, Any]:
+    """The schema for llguidance, with `whitespace` (a regular expression) between its parts unless it has its own rule.
+
+    Raises:
+        InputError: no JSON, no JSON schema, or one that an answer could not be held to; names `field`.
+    """
+    schema = plain_schema(value)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InputError(field, value, "a JSON schema must be an object, or true for any JSON")
+    check_text(field, json.dumps(schema, ensure_ascii=False))
+    check_numbers(field, schema)
+    options = schema.get("x-guidance", {})
+    is_open = False
+    for one in _parts(schema):
+        _leave_out_idle(one)
+        is_open = is_open or _names_some(one)
+    if not isinstance(options, dict):
+        return schema
+    added = {} if "whitespace_flexible" in options else {"whitespace_pattern": whitespace}
+    if is_open and not {"json_allowed_escapes", "json_allow_general_unicode_escapes"} & options.keys():
+        _check_escapes(field, schema)
+        added["json_allowed_escapes"] = _ESCAPES
+    if added or options:
+        schema["x-guidance"] = added | options
+    return schema
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema and those inside it; each may be changed before the next one is asked for."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            yield one
+            for key, value in one.items():
+                if key in NAMED and isinstance(value, dict):
+                    waiting += value.values()
+                elif key not in VALUES + REMARKS:
+                    waiting.append(value)
+
+
+def _leave_out_idle(one: dict[str, Any]) -> None:
+    for word, idle in _IDLE.items():
+        value = one.get(word)
+        if any(type(value) is type(nothing) and value == nothing for nothing in idle):
+            del one[word]
+
+
+def _names_some(one: dict[str, Any]) -> bool:
+    """Whether the schema treats some properties of an object apart from others that it allows."""
+    words = ("properties", "patternProperties", "required")
+    return one.get("additionalProperties") is not False and any(one.get(word) for word in words)
+
+
+def _check_escapes(field: str, schema: dict[str, Any]) -> None:
+    """Refuse a value that cannot be written without escapes of the form \\u0001."""
+    for one in _parts(schema):
+        waiting = [one[word] for word in VALUES if word in one]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, list | dict):
+                waiting += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, str) and _NEEDS_ESCAPE.search(value):
+                remedy = "this control character is written only where all objects have additionalProperties: false"
+                raise InputError(field, value, remedy)
