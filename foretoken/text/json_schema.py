@@ -28,6 +28,16 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
+_DAY = (
+    r"[0-9]{4}-(?:0[13-9]|1[0-2])|[0-9]{4}-02-(?:[01]|2[0-8])|"
+    r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
+)
+# llguidance has 29 February in every year and a 60th second in every minute, which no reader of dates takes.
+_STRICTER = {
+    "date": f"^(?:{_DAY})",
+    "time": r"^[0-9]{2}:[0-9]{2}:[0-5]",
+    "date-time": rf"^(?:{_DAY})[^:]*:[0-9]{{2}}:[0-5]",
+}
 
 
 def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str) -> dict[str, Any]:
@@ -47,6 +57,7 @@ def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str)
     is_open = False
     for one in _parts(schema):
         _leave_out_idle(one)
+        _tighten_format(one)
         is_open = is_open or _names_some(one)
     if not isinstance(options, dict):
         return schema
@@ -80,6 +91,12 @@ def _leave_out_idle(one: dict[str, Any]) -> None:
         value = one.get(word)
         if any(type(value) is type(nothing) and value == nothing for nothing in idle):
             del one[word]
+
+
+def _tighten_format(one: dict[str, Any]) -> None:
+    given, both = one.get("format"), one.get("allOf", [])
+    if isinstance(given, str) and given in _STRICTER and isinstance(both, list):
+        one["allOf"] = [*both, {"pattern": _STRICTER[given]}]
 
 
 def _names_some(one: dict[str, Any]) -> bool:

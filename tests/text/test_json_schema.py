@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from typing import Any
 
@@ -90,3 +91,36 @@ def test_words_that_ask_for_something_are_refused(model: Model, asks: dict[str, 
     (word,) = asks
     with pytest.raises(InputError, match=f"{word}.*leave that out"):
         model.make(json_schema={"type": "object", **asks})
+
+
+def is_day(text: str) -> bool:
+    try:
+        return bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
+
+
+def test_dates_are_days_of_the_calendar_and_times_have_no_leap_seconds(model: Model) -> None:
+    """29 February came in every year, and a 60th second in every minute: no reader of dates takes them."""
+    date, time, both = (model.make(json_schema={"format": name}) for name in ("date", "time", "date-time"))
+    years = [4, 100, 400, 1900, 1996, 2000, 2020, 2021, 2023, 2024, 2100, 2400, 9999]
+    days = ("02-28", "02-29", "02-30", "01-31", "04-31", "12-31", "13-01", "10-10")
+    texts = [f"{year:04}-{day}" for year in years for day in days]
+    assert sum(map(is_day, texts)) > len(years) * 4
+    for text in texts:
+        assert takes(model, date, f'"{text}"') == is_day(text), text
+        assert takes(model, both, f'"{text}T10:59:00.5Z"') == is_day(text), text
+    for clock in ("00:00:00Z", "23:59:59.25+01:00", "23:59:60Z", "24:00:00Z", "23:59:59"):
+        is_time = clock in ("00:00:00Z", "23:59:59.25+01:00")
+        assert takes(model, time, f'"{clock}"') == is_time
+        assert takes(model, both, f'"2024-02-29T{clock}"') == is_time
+    nullable = {
+        "type": ["string", "null"],
+        "format": "date",
+        "minLength": 10,
+        "pattern": "^2",
+        "allOf": [{"pattern": "9$"}],
+    }
+    held = model.make(json_schema={"items": nullable, "enum": [["2024-02-29"], ["2023-02-29"], [None], ["1999-09-09"]]})
+    answers = ('["2024-02-29"]', '["2023-02-29"]', "[null]", '["1999-09-09"]')
+    assert [takes(model, held, text) for text in answers] == [True, False, True, False]
