@@ -58,6 +58,8 @@ def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str)
     for one in _parts(schema):
         _leave_out_idle(one)
         _tighten_format(one)
+        _check_least(field, one)
+        _check_patterns(field, one)
         is_open = is_open or _names_some(one)
     if not isinstance(options, dict):
         return schema
@@ -97,6 +99,42 @@ def _tighten_format(one: dict[str, Any]) -> None:
     given, both = one.get("format"), one.get("allOf", [])
     if isinstance(given, str) and given in _STRICTER and isinstance(both, list):
         one["allOf"] = [*both, {"pattern": _STRICTER[given]}]
+
+
+def _check_least(field: str, one: dict[str, Any]) -> None:
+    """Refuse a least number of properties that one property written twice would reach."""
+    least, required = one.get("minProperties"), one.get("required", [])
+    if one.get("additionalProperties") is False and not one.get("patternProperties"):
+        return  # all of them are named, and written once
+    if isinstance(least, int) and isinstance(required, list) and least - len(required) > 1:
+        remedy = "an answer could repeat a property to reach it; give at most one more than `required` names"
+        raise InputError(field, f"minProperties: {least}", remedy)
+
+
+def _check_patterns(field: str, one: dict[str, Any]) -> None:
+    """Refuse patterns that the grammar engine reads otherwise than JSON schemas mean them."""
+    named = one.get("patternProperties")
+    for pattern in (one.get("pattern"), *(named if isinstance(named, dict) else ())):
+        if isinstance(pattern, str) and (found := _odd_class(pattern)):
+            raise InputError(field, f"pattern: {pattern}", f"`{found}` inside [...] is ambiguous; escape it with \\")
+
+
+def _odd_class(pattern: str) -> str:
+    """What stands inside a class of characters and is an operation on classes for llguidance; "" if nothing does."""
+    inside, place = False, 0
+    while place < len(pattern):
+        sign = pattern[place]
+        if sign == "\\":
+            place += 1
+        elif not inside:
+            inside = sign == "["
+            place += inside and pattern.startswith("^", place + 1)
+        elif sign == "]":
+            inside = False
+        elif sign == "[" or pattern.startswith(("&&", "--", "~~"), place):
+            return sign if sign == "[" else sign * 2
+        place += 1
+    return ""
 
 
 def _names_some(one: dict[str, Any]) -> bool:

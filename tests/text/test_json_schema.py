@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from typing import Any
 
 import pytest
@@ -124,3 +125,53 @@ def test_dates_are_days_of_the_calendar_and_times_have_no_leap_seconds(model: Mo
     held = model.make(json_schema={"items": nullable, "enum": [["2024-02-29"], ["2023-02-29"], [None], ["1999-09-09"]]})
     answers = ('["2024-02-29"]', '["2023-02-29"]', "[null]", '["1999-09-09"]')
     assert [takes(model, held, text) for text in answers] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        ({"minProperties": 2}, True),
+        ({"minProperties": 3, "required": ["a"]}, True),
+        ({"minProperties": 2, "patternProperties": {"^a": {}}, "additionalProperties": False}, True),
+        ({"minProperties": 1}, False),
+        ({"minProperties": 2, "required": ["a"]}, False),
+        (
+            {
+                "minProperties": 2,
+                "required": ["a", "b"],
+                "properties": {"a": {}, "b": {}},
+                "additionalProperties": False,
+            },
+            False,
+        ),
+    ],
+)
+def test_a_property_written_twice_is_not_counted_as_two(model: Model, schema: dict[str, Any], is_refused: bool) -> None:
+    """`{"a": 1, "a": 1}` has one property for every reader."""
+    one = {"items": {"type": "object", **schema}}
+    if is_refused:
+        with pytest.raises(InputError, match=r"minProperties: \d.*repeat a property"):
+            model.make(json_schema=one)
+    else:
+        held = model.make(json_schema=one)
+        assert not takes(model, held, '[{"a":1,"a":1}]') or schema["minProperties"] == 1
+        assert takes(model, held, '[{"a":1,"b":1}]')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [("^[[:alpha:]]$", "["), ("[a[b]]", "["), ("[a&&b]", "&&"), ("[+--]", "--"), (r"\[[^\]a~~]", "~~")],
+)
+def test_classes_that_would_be_read_otherwise_are_refused(model: Model, pattern: str, found: str) -> None:
+    for schema in ({"pattern": pattern}, {"patternProperties": {pattern: True}}):
+        with pytest.raises(InputError, match=f"pattern: .*`{re.escape(found)}` inside .* is ambiguous; escape it"):
+            model.make(json_schema=schema)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [(r"^[\[a]+$", "[a"), (r"^\[[a]\[$", "[a["), (r"^[a\-\-b&]$", "&"), ("^--&&~~$", "--&&~~"), (r"^\\[a]$", "\\a")],
+)
+def test_classes_that_are_read_alike_are_followed(model: Model, pattern: str, fits: str) -> None:
+    assert re.search(pattern, fits)
+    assert takes(model, model.make(json_schema={"pattern": pattern}), json.dumps(fits))
