@@ -89,6 +89,8 @@ def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _leave_out_idle(one: dict[str, Any]) -> None:
+    if "prefixItems" in one and not isinstance(one.get("items"), list):
+        one.pop("additionalItems", None)  # says nothing beside it; llguidance would leave out `prefixItems` instead
     for word, idle in _IDLE.items():
         value = one.get(word)
         if any(type(value) is type(nothing) and value == nothing for nothing in idle):

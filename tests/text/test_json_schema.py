@@ -87,6 +87,15 @@ def test_words_that_ask_for_nothing_are_left_out(model: Model, idle: dict[str, A
         assert not takes(model, held, '{"a":"x"}')
 
 
+def test_a_word_of_older_drafts_does_not_take_out_prefix_items(model: Model) -> None:
+    """The grammar engine read such a schema by the older draft, which knows no prefixItems: any array was taken."""
+    both = {"type": "array", "prefixItems": [{"type": "integer"}], "additionalItems": False}
+    old = {"type": "array", "items": [{"type": "integer"}], "additionalItems": False}
+    for schema, longer in ((both, True), (both | {"items": False}, False), (old, False)):
+        held = model.make(json_schema=schema)
+        assert [takes(model, held, text) for text in ("[1]", '["x"]', '[1,"x"]')] == [True, False, longer]
+
+
 @pytest.mark.parametrize("asks", [{"unevaluatedProperties": False}, {"propertyNames": {"pattern": "a"}}, {"if": {}}])
 def test_words_that_ask_for_something_are_refused(model: Model, asks: dict[str, Any]) -> None:
     (word,) = asks
