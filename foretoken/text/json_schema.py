@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from foretoken.errors import InputError
 from foretoken.params import check_text, plain_schema
@@ -59,6 +59,7 @@ def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str)
         _leave_out_idle(one)
         _tighten_format(one)
         _check_least(field, one)
+        _check_open_bounds(field, one)
         _check_patterns(field, one)
         is_open = is_open or _names_some(one)
     if not isinstance(options, dict):
@@ -111,6 +112,24 @@ def _check_least(field: str, one: dict[str, Any]) -> None:
     if isinstance(least, int) and isinstance(required, list) and least - len(required) > 1:
         remedy = "an answer could repeat a property to reach it; give at most one more than `required` names"
         raise InputError(field, f"minProperties: {least}", remedy)
+
+
+def _check_open_bounds(field: str, one: dict[str, Any]) -> None:
+    """Refuse a whole number as an open bound less than 1 from the other bound: it would be written itself."""
+    ends = ("exclusiveMinimum", "minimum", "maximum"), ("exclusiveMaximum", "maximum", "minimum")
+    for excluded, own, other in ends:
+        bound = one.get(own) if one.get(excluded) is True else one.get(excluded)
+        if not _is_number(bound) or bound % 1 != 0 or one.get("type") == "integer":
+            continue
+        beyond = (one.get(other), one.get("exclusive" + other.capitalize()))
+        gaps = [abs(end - bound) for end in beyond if _is_number(end)]
+        if gaps and 0 < min(gaps) < 1:
+            remedy = f"so near the other bound, {bound} itself would be written; give a `{own}` that is no whole number"
+            raise InputError(field, f"{excluded}: {bound}", remedy)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_patterns(field: str, one: dict[str, Any]) -> None:

@@ -168,6 +168,35 @@ def test_a_property_written_twice_is_not_counted_as_two(model: Model, schema: di
 
 
 @pytest.mark.parametrize(
+    ("bounds", "excluded"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum: 0"),
+        ({"exclusiveMinimum": 30.0, "exclusiveMaximum": 30.2}, "exclusiveMinimum: 30.0"),
+        ({"minimum": 1, "exclusiveMinimum": True, "maximum": 1.5}, "exclusiveMinimum: 1"),
+        ({"minimum": -30.2, "exclusiveMaximum": -30}, "exclusiveMaximum: -30"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, None),
+        ({"exclusiveMinimum": 0, "maximum": 1.5}, None),
+        ({"exclusiveMinimum": 0.001, "maximum": 0.5}, None),
+        ({"minimum": 0, "exclusiveMaximum": 0.5}, None),
+    ],
+)
+def test_an_open_bound_is_not_written_itself(model: Model, bounds: dict[str, Any], excluded: str | None) -> None:
+    """0 was an answer of {"exclusiveMinimum": 0, "maximum": 0.5}."""
+    schema = {"items": {"type": "number", **bounds}}
+    if excluded is not None:
+        with pytest.raises(InputError, match=excluded):
+            model.make(json_schema=schema)
+        return
+    held = model.make(json_schema=schema)
+    for text in ("0", "0.0", "0.001", "0.25", "0.5", "1", "1.5", "-1"):
+        if takes(model, held, f"[{text}]"):
+            low, high = bounds.get("minimum", -9), bounds.get("maximum", 9)
+            assert low <= float(text) <= high
+            assert bounds.get("exclusiveMinimum", -9) < float(text) < bounds.get("exclusiveMaximum", 9)
+    assert takes(model, held, "[0.25]")
+
+
+@pytest.mark.parametrize(
     ("pattern", "found"),
     [("^[[:alpha:]]$", "["), ("[a[b]]", "["), ("[a&&b]", "&&"), ("[+--]", "--"), (r"\[[^\]a~~]", "~~")],
 )
