@@ -58,7 +58,7 @@ def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str)
     for one in _parts(schema):
         _leave_out_idle(one)
         _tighten_format(one)
-        _check_least(field, one)
+        _check_min_properties(field, one)
         _check_open_bounds(field, one)
         _check_patterns(field, one)
         is_open = is_open or _names_some(one)
@@ -104,7 +104,7 @@ def _tighten_format(one: dict[str, Any]) -> None:
         one["allOf"] = [*both, {"pattern": _STRICTER[given]}]
 
 
-def _check_least(field: str, one: dict[str, Any]) -> None:
+def _check_min_properties(field: str, one: dict[str, Any]) -> None:
     """Refuse a least number of properties that one property written twice would reach."""
     least, required = one.get("minProperties"), one.get("required", [])
     if one.get("additionalProperties") is False and not one.get("patternProperties"):
