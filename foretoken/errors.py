@@ -24,8 +24,8 @@ ForetokenError                      exit code
 from __future__ import annotations
 
 import logging
-import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger("foretoken")
@@ -54,9 +54,7 @@ class InputError(ForetokenError, ValueError):
     def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str], dict[str, object]]:
         # Python would make a copy from the message alone: a pool of processes breaks down at such an exception.
         state = vars(self)
-        try:
-            pickle.dumps(self.value)
-        except Exception:  # noqa: BLE001 - whatever an object may raise that no other process can have
+        if not _is_plain(self.value):  # another process may not be able to have it
             state = {**state, "value": _Shown(_shorten(self.value))}
         return type(self), (self.field, state["value"], self.remedy), state
 
@@ -150,6 +148,15 @@ def warn(warning: str | Warning, stacklevel: int = 1) -> None:
         warnings.warn(warning, stacklevel=stacklevel + 1)
     except Warning as raised:
         _log.warning("%s: %s", type(raised).__name__, raised)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is made of nothing but texts, numbers, paths and containers of them."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | Path)
 
 
 class _Shown(str):

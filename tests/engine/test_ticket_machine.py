@@ -204,7 +204,7 @@ def test_any_use_with_any_fault(llm: LLM) -> None:
         for k, params in enumerate(PARAMS)
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*injected", UserWarning)
+        warnings.filterwarnings("ignore", ".*(injected|may be lost)", UserWarning)
         run_state_machine_as_test(
             TicketMachine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
         )

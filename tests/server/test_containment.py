@@ -39,7 +39,7 @@ async def answers(engine: AsyncEngine, *prompts: str) -> list[httpx2.Response]:
 
 
 @pytest.mark.parametrize("nth", [1, 5])
-def test_engine_step_raises(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+def test_engine_step_raises(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, nth: int, unheard: list[str]) -> None:
     """Case 62: on pass k only the culprit fails, and clients do not repeat it; the others get their own answers."""
     alone = [asyncio.run(answers(engine, prompt))[0].json()["choices"][0]["text"] for prompt in PROMPTS]
     expect("a step that raises")
@@ -54,9 +54,11 @@ def test_engine_step_raises(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
     assert failed[0].json()["error"]["code"] == "engine_error"
     for text, response in zip(alone, found, strict=True):
         assert response.status_code == 500 or response.json()["choices"][0]["text"] == text
+    assert "the request that ran alone in it fails" in unheard.pop()
+    unheard.clear()
 
 
-def test_engine_step_raises_once(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_step_raises_once(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, unheard: list[str]) -> None:
     """Case 62: a fault that does not come again costs nobody an answer."""
     alone = [asyncio.run(answers(engine, prompt))[0].json()["choices"][0]["text"] for prompt in PROMPTS]
     expect("a step that raises")
@@ -67,3 +69,4 @@ def test_engine_step_raises_once(engine: AsyncEngine, monkeypatch: pytest.Monkey
     found = asyncio.run(answers(engine, *PROMPTS))
     assert hook.num_passed > 4
     assert [response.json()["choices"][0]["text"] for response in found] == alone
+    assert "its requests run again, one by one" in unheard.pop()
