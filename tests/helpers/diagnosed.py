@@ -67,6 +67,11 @@ def train(parameters: list[Tensor], loss: Callable[[int], Tensor], steps: int, r
         optimizer.step()
 
 
+def word_of(token: int) -> str:
+    """How a token is spelt; none begins another, as special tokens are found within words."""
+    return f"w{token:02}"
+
+
 def make_target(folder: Path, language: int = 0, steps: int = 300, length: int = 64) -> Path:
     """Train a target that writes the language, with a tokenizer and a chat template."""
     decoder = Decoder(CONFIG)
@@ -80,12 +85,12 @@ def make_target(folder: Path, language: int = 0, steps: int = 300, length: int =
 
     train(list(decoder.requires_grad_(True).parameters()), loss, steps)
     save_checkpoint(decoder.requires_grad_(False), CONFIG, folder)
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    own = tokenizers.Tokenizer(WordLevel(words, unk_token="w0"))
+    words = {word_of(number): number for number in range(VOCABULARY)}
+    own = tokenizers.Tokenizer(WordLevel(words, unk_token=word_of(0)))
     own.pre_tokenizer = WhitespaceSplit()
     own.save(str(folder / "tokenizer.json"))
-    template = "w2 {% for message in messages %}{{ message['content'] }}{% endfor %}"
-    settings = {"bos_token": f"w{BOS}", "eos_token": "w3", "chat_template": template}
+    template = word_of(2) + " {% for message in messages %}{{ message['content'] }}{% endfor %}"
+    settings = {"bos_token": word_of(BOS), "eos_token": word_of(3), "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -129,6 +134,6 @@ def edit_config(folder: Path, **fields: Any) -> None:
 def prompts_file(path: Path, count: int = 10, length: int = 10) -> Path:
     """Prompts in words, of the plain mode."""
     rows = texts(PLAIN, count, length, seed=77).tolist()
-    lines = [json.dumps({"prompt": " ".join(f"w{token}" for token in row)}) for row in rows]
+    lines = [json.dumps({"prompt": " ".join(map(word_of, row))}) for row in rows]
     path.write_text("\n".join(lines) + "\n")
     return path
