@@ -80,6 +80,17 @@ def _over_one_row() -> list[float]:
     ]
 
 
+_STAGES = ("2026-11-30-amx-stages-prompts-1b-rivals", "2026-12-01-amx-stages-prompts-1b-rivals")
+_STAGED_ROWS = "2026-11-30-amx-stages-1b-rivals"
+
+
+def _prompts_in_stages(name: str) -> list[float]:
+    """Of 512 rows at 1.0 B, with intervals: Q4_0, Q8_0, Q4_K_M."""
+    files = raw(name)["files"]
+    rows = [files[f"smollm2-1b-{kind}.gguf"]["rows"][0] for kind in ("Q4_0", "Q8_0", "Q4_K_M")]
+    return [float(value) for row in rows for value in (row["theirs_over_ours"], *row["theirs_over_ours_interval"])]
+
+
 _MORNING, _EVENING = "2026-11-30-smollm2-amx", "2026-11-30-smollm2-amx-3"
 
 
@@ -107,6 +118,31 @@ def _large_pages() -> list[float]:
 
 
 AMX_CLAIMS: tuple[tuple[str, str, Callable[[], list[float]]], ...] = (
+    (
+        "docs/quantised.md",
+        "prompts of 512 tokens at 1.0 B are # (# to #), # (# to #) and # (# to #) times as fast as llama.cpp's",
+        lambda: _prompts_in_stages(_STAGES[0]),
+    ),
+    (
+        "docs/quantised.md",
+        "in a second run # (# to #), # (# to #) and # (# to #)",
+        lambda: _prompts_in_stages(_STAGES[1]),
+    ),
+    (
+        "docs/quantised.md",
+        "A pass over 16 rows takes #, # and # times as long as one row",
+        lambda: _of_kinds(_STAGED_ROWS, "smollm2-1b", 16, "ours_over_one_row", ("Q4_0", "Q8_0", "Q4_K_M")),
+    ),
+    (
+        "docs/goals.md",
+        "since then prompts at 1.0 B #, # and #",
+        lambda: _of_kinds(_STAGES[1], "smollm2-1b", 512, "theirs_over_ours"),
+    ),
+    (
+        "docs/goals.md",
+        "since then #, #, # |",
+        lambda: _of_kinds(_STAGED_ROWS, "smollm2-1b", 16, "ours_over_one_row", ("Q8_0", "Q4_K_M", "Q4_0")),
+    ),
     (
         "docs/quantised.md",
         "one row of SmolLM2 was #, # and # times as fast as llama.cpp's (Q4_0, Q8_0, Q4_K_M), of 1.0 B #, # and # "
