@@ -68,38 +68,33 @@ private:
     int group_ = 0;
 };
 
+// The lines of a register, `stride` bytes apart.
+template <int REGISTER>
+inline void load_register(const int8_t* from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(REGISTER) : "memory");
+}
+
 // What is done with the registers of even or odd groups: inputs [16 rows, GROUP] and codes [GROUP / 4, 16 outputs, 4]
 // are loaded, multiplied, and their sums [16 rows, 16 outputs] stored.
 template <bool ODD>
 inline void load_inputs(const int8_t* inputs) {
-    if constexpr (ODD)
-        asm volatile("tileloadd (%0,%1), %%tmm3" ::"r"(inputs), "r"(int64_t(SPAN)) : "memory");
-    else
-        asm volatile("tileloadd (%0,%1), %%tmm2" ::"r"(inputs), "r"(int64_t(SPAN)) : "memory");
+    load_register<2 + ODD>(inputs, SPAN);
 }
 
 template <bool ODD>
 inline void load_codes(const int8_t* codes) {
-    if constexpr (ODD)
-        asm volatile("tileloadd (%0,%1), %%tmm5" ::"r"(codes), "r"(int64_t(LINE)) : "memory");
-    else
-        asm volatile("tileloadd (%0,%1), %%tmm4" ::"r"(codes), "r"(int64_t(LINE)) : "memory");
+    load_register<4 + ODD>(codes, LINE);
 }
 
 template <bool ODD>
 inline void multiply_group() {
-    if constexpr (ODD)
-        asm volatile("tilezero %%tmm1\n\ttdpbssd %%tmm5, %%tmm3, %%tmm1" ::: "memory");
-    else
-        asm volatile("tilezero %%tmm0\n\ttdpbssd %%tmm4, %%tmm2, %%tmm0" ::: "memory");
+    asm volatile("tilezero %%tmm%c0\n\ttdpbssd %%tmm%c1, %%tmm%c2, %%tmm%c0" ::"i"(0 + ODD), "i"(4 + ODD), "i"(2 + ODD)
+                 : "memory");
 }
 
 template <bool ODD>
 inline void store_sums(int32_t (*sums)[LANES]) {
-    if constexpr (ODD)
-        asm volatile("tilestored %%tmm1, (%0,%1)" ::"r"(sums), "r"(int64_t(LINE)) : "memory");
-    else
-        asm volatile("tilestored %%tmm0, (%0,%1)" ::"r"(sums), "r"(int64_t(LINE)) : "memory");
+    asm volatile("tilestored %%tmm%c2, (%0,%1)" ::"r"(sums), "r"(int64_t(LINE)), "i"(0 + ODD) : "memory");
 }
 
 // A code less the zero is a signed byte.
