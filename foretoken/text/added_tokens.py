@@ -43,10 +43,16 @@ def add_stated_tokens(inner: tokenizers.Tokenizer, folder: Path, settings: Mappi
     inner.add_special_tokens(list(dict.fromkeys(named)))
 
 
+def special_text(value: object) -> str | None:
+    """How a special token is spelt, which settings write either plainly or as an object; None for anything else."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
 def _stated(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[int, tokenizers.AddedToken]]:
     """Tokens with their ids: those of `tokenizer_config.json`, or else of `added_tokens.json`."""
     stated, file = settings.get("added_tokens_decoder"), folder / "added_tokens.json"
-    named = {_text(settings.get(name)) for name in _NAMED}
+    named = {special_text(settings.get(name)) for name in _NAMED}
     if isinstance(stated, Mapping):
         for token_id, described in stated.items():
             token = _token(folder, described)
@@ -80,10 +86,4 @@ def _specials(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in _LISTED:
         listed = settings.get(name)
         values += listed if isinstance(listed, list) else list(listed.values()) if isinstance(listed, Mapping) else []
-    yield from filter(None, map(_text, values))
-
-
-def _text(value: object) -> str:
-    """How a special token is spelt, which is written either plainly or as an object; empty for anything else."""
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else ""
+    yield from filter(None, map(special_text, values))

@@ -20,7 +20,7 @@ from foretoken.model.gguf.header import is_gguf
 from foretoken.model.gguf.parts import read_header
 from foretoken.model.quiet import quiet_transformers
 from foretoken.params import check_text
-from foretoken.text.added_tokens import add_stated_tokens
+from foretoken.text.added_tokens import add_stated_tokens, special_text
 from foretoken.text.chat_template import chat_templates, cut_at_mark, marked_last, render
 from foretoken.text.encoders import TextEncoder, broken_means, is_panic, rust_encoder, transformers_encoder
 from foretoken.text.gguf_tokenizer import read_tokenizer
@@ -117,7 +117,7 @@ class Tokenizer:
         return self._special("bos_token")
 
     def _special(self, name: str) -> int | None:
-        return self.vocabulary.get(_content(self._settings.get(name)) or "")
+        return self.vocabulary.get(special_text(self._settings.get(name)) or "")
 
     @cached_property
     def decoder(self) -> Mapping[str, Any]:
@@ -203,7 +203,7 @@ class Tokenizer:
         specials = {
             name: text
             for name, value in self._settings.items()
-            if name.endswith("_token") and (text := _content(value)) is not None
+            if name.endswith("_token") and (text := special_text(value)) is not None
         }
         variables = dict(options or {})
         if not variables.pop("continue_final_message", False):
@@ -299,10 +299,3 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         if file.exists():
             settings |= {key: value for key, value in read_json(file).items() if value is not None}
     return settings
-
-
-def _content(value: object) -> str | None:
-    """Text of a special token, which is written either plainly or as an object."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
