@@ -64,7 +64,10 @@ class SamplingParams:
       space bans every token with a space in it). A list of token ids bans that sequence, begun in the prompt or not, as
       transformers' `bad_words_ids` does. With a tokenizer that does not define the text of each token (WordPiece),
       a text stands for its own token sequences, with and without a space before it.
-    - Before `min_tokens` no end token is drawn and no stop string ends the answer.
+    - `stop_token_ids` end the answer as the model's end tokens do, under `ignore_eos`, too. Before `min_tokens` no end
+      token is drawn and no stop string ends the answer. `include_stop_str_in_output` leaves in the text what ended it.
+    - `allowed_token_ids`: no other token is drawn, so an end token only if it is among them.
+    - `skip_special_tokens=False` writes special tokens into the text as they are spelt.
     - `n` answers are drawn for one prompt; answer i > 0 has a seed of its own, derived from `seed`.
     - `logprobs=k` reports the log-probability of every emitted token and of the k likeliest (0: of the token alone).
       `logprobs_of="distribution"` means the distribution the token was drawn from (at temperature 0 that distribution
@@ -99,6 +102,9 @@ class SamplingParams:
     stop: str | Sequence[str] | None = field(
         default=(), metadata=_sampling("Stop before this text; may be given several times.", repeats=True)
     )
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = field(default=False, metadata=_sampling("Continue after an end-of-text token."))
     presence_penalty: float = field(
         default=0.0, metadata=_sampling("Subtracted from the logit of every token that is already in the answer.")
@@ -123,6 +129,7 @@ class SamplingParams:
             repeats=True,
         ),
     )
+    allowed_token_ids: Sequence[int] | None = None
     min_tokens: int = field(default=0, metadata=_sampling("Shortest answer, in tokens."))
     n: int = field(default=1, metadata=_answer("Answers to draw."))
     logprobs: int | None = field(
@@ -203,7 +210,8 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise InputError("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
         check_whole("n", self.n, low=1, high=1024)
-        check_flag("ignore_eos", self.ignore_eos)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            check_flag(name, getattr(self, name))
         if self.seed is not None:
             check_whole("seed", self.seed, low=0, high=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
@@ -214,14 +222,19 @@ class SamplingParams:
         self._check_listed()
 
     def _check_listed(self) -> None:
-        listed = self.logprob_token_ids
-        if not isinstance(listed, list | tuple):
-            raise InputError("logprob_token_ids", listed, "must be a list of token ids")
-        if listed and self.logprobs is None:
-            raise InputError("logprob_token_ids", listed, "needs logprobs, such as logprobs=0")
-        for token in listed:
-            check_whole("logprob_token_ids", token, low=0)
-        object.__setattr__(self, "logprob_token_ids", tuple(dict.fromkeys(listed)))
+        for name in ("logprob_token_ids", "stop_token_ids", "allowed_token_ids"):
+            listed = getattr(self, name)
+            if listed is None and name == "allowed_token_ids":
+                continue
+            if not isinstance(listed, list | tuple):
+                raise InputError(name, listed, "must be a list of token ids")
+            for token in listed:
+                check_whole(name, token, low=0)
+            object.__setattr__(self, name, tuple(dict.fromkeys(listed)))
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InputError("logprob_token_ids", self.logprob_token_ids, "needs logprobs, such as logprobs=0")
+        if self.allowed_token_ids == ():
+            raise InputError("allowed_token_ids", [], "allows no token at all; leave it out or list tokens")
 
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]

@@ -60,7 +60,8 @@ def check_request(
     if not prompt_ids:
         raise InputError("prompt", list(prompt_ids), "is empty; give at least one token")
     check_tokens("prompt", prompt_ids, target.vocab_size)
-    check_tokens("logprob_token_ids", params.logprob_token_ids, target.vocab_size)
+    for name in ("logprob_token_ids", "stop_token_ids", "allowed_token_ids"):
+        check_tokens(name, getattr(params, name) or (), target.vocab_size)
     context = target.max_context_tokens
     check_length(len(prompt_ids), context)
     if params.stop_strings and not has_text:
@@ -152,8 +153,8 @@ class Admission:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return PreparedRequest(
             request=Request(UNQUEUED, tuple(prompt_ids), params, spec, seed, self._prediction_ids(params)),
-            text=TextAssembler(None if tokenizer is None else Detokenizer(tokenizer, prompt_ids), params.stop_strings),
-            eos_token_ids=self.eos_token_ids,
+            text=self._text(params, prompt_ids),
+            end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
             max_total_tokens=max_total,
             rule=rule,
             processors=self._processors(params, prompt_ids),
@@ -169,10 +170,16 @@ class Admission:
         """
         return self._processors(request.params, request.prompt_ids)
 
+    def _text(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextAssembler:
+        decoder = None
+        if self._tokenizer is not None:
+            decoder = Detokenizer(self._tokenizer, prompt_ids, has_specials=not params.skip_special_tokens)
+        return TextAssembler(decoder, params.stop_strings, params.include_stop_str_in_output)
+
     def _processors(self, params: SamplingParams, prompt_ids: Sequence[int]) -> RequestProcessors | None:
         structure = self._structures.compile(params)
-        eos = tuple(sorted(self.eos_token_ids))
-        return make_processors(params, prompt_ids, self._target.vocab_size, eos, self._tokenizer, structure)
+        ends = self.eos_token_ids.union(params.stop_token_ids)
+        return make_processors(params, prompt_ids, self._target.vocab_size, ends, self._tokenizer, structure)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Token ids of the text that the caller expects."""

@@ -18,10 +18,12 @@ from foretoken.verify import is_lossless
 
 
 class TextAssembler:
-    """Grows the text of an answer, holds back what may become a stop string, and cuts exactly before one."""
+    """Grows the text of an answer, holds back what may become a stop string, and cuts exactly before one, or behind it
+    if the text `includes_stop`.
+    """
 
-    def __init__(self, decoder: Detokenizer | None, stop_strings: tuple[str, ...]) -> None:
-        self._decoder, self._stop_strings = decoder, stop_strings
+    def __init__(self, decoder: Detokenizer | None, stop_strings: tuple[str, ...], includes_stop: bool = False) -> None:
+        self._decoder, self._stop_strings, self._includes_stop = decoder, stop_strings, includes_stop
         self._text, self._released = "", 0
         self._passed = 0  # a stop string that begins before this came too early to count
         self._longest = max((len(s) for s in stop_strings), default=0)
@@ -32,11 +34,17 @@ class TextAssembler:
         return self._text
 
     def push(self, token_id: int, may_stop: bool = True) -> bool:
-        """Add a token; True when a stop string is complete. The text then ends right before it.
+        """Add a token; True when a stop string is complete. The text then ends there.
 
         A stop string that is complete while the answer may not stop yet is text like any other.
         """
         return self._decoder is not None and self._add(self._decoder.push(token_id), may_stop)
+
+    def end(self, token_id: int) -> None:
+        """End of the answer with a token that ends it."""
+        if self._includes_stop:
+            self.push(token_id, may_stop=False)
+        self.finish(cut=False)
 
     def finish(self, cut: bool) -> bool:
         """End of the answer; unless it was `cut` at a stop string, held-back bytes still join. True as in `push`."""
@@ -64,10 +72,11 @@ class TextAssembler:
                 searched, *(place + 1 for s in self._stop_strings for place in occurrences(self._text, s, searched)), 0
             )
             return False
-        found = [place for place in (self._text.find(s, searched) for s in self._stop_strings) if place >= 0]
-        if found:
-            self._text = self._text[: min(found)]
-        return bool(found)
+        found = [(self._text.find(stop, searched), len(stop)) for stop in self._stop_strings]
+        first, length = min(((place, length) for place, length in found if place >= 0), default=(-1, 0))
+        if first >= 0:
+            self._text = self._text[: first + length * self._includes_stop]
+        return first >= 0
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string.
@@ -104,7 +113,7 @@ class PreparedRequest:
 
     request: Request
     text: TextAssembler
-    eos_token_ids: frozenset[int]
+    end_token_ids: frozenset[int]  # that end the answer: the model's, unless they are ignored, and the request's own
     max_total_tokens: int  # prompt and output together: max_tokens or the end of the context, whichever comes first
     rule: str = "auto"
     processors: RequestProcessors | None = None
@@ -172,15 +181,15 @@ class RequestState(PreparedRequest):
     def append(self, token: int, origin: TokenOrigin) -> FinishReason | None:
         """Add one emitted token; the reason if the answer ends with it.
 
-        An end-of-text token counts as a token but adds no text. A stop string wins over the length limit; an answer
+        An end token counts as a token but, as a rule, adds no text. A stop string wins over the length limit; an answer
         whose structure is complete ends there, unless that is too early: then the processors hold an error and there is
         no reason.
         """
         params = self.request.params
         self.tokens.append(token)
         self.provenance.append(origin)
-        if token in self.eos_token_ids and not params.ignore_eos:
-            self.text.finish(cut=False)
+        if token in self.end_token_ids:
+            self.text.end(token)
             self.finish_reason = "stop"
             return self.finish_reason
         if self.processors is not None:

@@ -16,19 +16,20 @@ _MAX_HELD = 32  # no character needs as many tokens; a stream of broken bytes mu
 class Detokenizer:
     """Turns a stream of token ids into text that never has to be taken back.
 
-    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids. Where the ids continue a text whose
-    ids are `before`, it is what they add to that text: a decoder that drops the space in front of a text keeps theirs.
-    The cost of a token does not grow with the text.
+    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids, special tokens left out or, with
+    `has_specials`, as they are spelt. Where the ids continue a text whose ids are `before`, it is what they add to that
+    text: a decoder that drops the space in front of a text keeps theirs. The cost of a token does not grow with the
+    text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), has_specials: bool = False) -> None:
+        self._tokenizer, self._has_specials = tokenizer, has_specials
         is_byte_level = tokenizer.decoder.get("type") == "ByteLevel"
-        self._stream = _ByteLevelStream(tokenizer) if is_byte_level else _WindowStream(tokenizer, before)
+        self._stream = _ByteLevelStream(tokenizer) if is_byte_level else _WindowStream(tokenizer, before, has_specials)
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that is certain now, often the token's own, never half a character."""
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._tokenizer.special_ids and not self._has_specials:
             return ""
         token = self._tokenizer.token(token_id)
         return "" if token is None else self._stream.push(token_id, token)
@@ -42,7 +43,7 @@ class _ByteLevelStream:
     """Tokens are bytes: an incremental UTF-8 decoder knows by itself when a character is whole."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._literal = tokenizer.literal_ids
+        self._literal = tokenizer.literal_ids | tokenizer.special_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, token: str) -> str:
@@ -59,10 +60,10 @@ class _WindowStream:
     of byte tokens are held to their end, because one invalid byte changes how the decoder writes the whole run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], has_specials: bool) -> None:
+        self._tokenizer, self._has_specials = tokenizer, has_specials
         self._settled = self._last_word(before)
-        self._settled_text = tokenizer.decode(self._settled)
+        self._settled_text = self._decoded(self._settled)
         self._held: list[int] = []
         self._in_bytes = False
         described = json.dumps(dict(tokenizer.decoder))
@@ -99,12 +100,15 @@ class _WindowStream:
     def _release(self, certain: bool) -> str:
         if not self._held:
             return ""
-        text = self._tokenizer.decode(self._settled + self._held)
+        text = self._decoded(self._settled + self._held)
         half = text.endswith(_REPLACEMENT) or text == self._settled_text
         if half and self._may_split and not certain and len(self._held) < _MAX_HELD:
             return ""
         new = text[len(self._settled_text) :]
         self._settled = self._held[-1:]
         self._held = []
-        self._settled_text = self._tokenizer.decode(self._settled)
+        self._settled_text = self._decoded(self._settled)
         return new
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, has_specials=self._has_specials)

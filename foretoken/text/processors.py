@@ -46,10 +46,12 @@ class RequestProcessors:
         self._end_ids = sorted(end_ids)
         self._touched = _Touched(params, prompt_ids, vocab_size)
         self._bad_words, self._bad_texts = TokenSequences(bad_words, prompt_ids), bad_texts
-        self._has_bans = bool(bad_words) or bad_texts is not None
         single = {word[0] for word in bad_words if len(word) == 1} | set(
             bad_texts.single_ids if bad_texts is not None else ()
         )
+        if params.allowed_token_ids is not None:
+            single |= set(range(vocab_size)).difference(params.allowed_token_ids)
+        self._has_bans = bool(single) or bool(bad_words) or bad_texts is not None
         self._single = frozenset(single)  # banned everywhere
         self._single_ids = torch.tensor(sorted(single), dtype=torch.int64)  # the same, where they were last needed
         self._num_output = 0
@@ -158,7 +160,7 @@ class RequestProcessors:
         return tokens
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """See `core.Processors.allowed`: the structure, and no token that `bad_words` or `min_tokens` bans."""
+        """See `core.Processors.allowed`: the structure, and no token that other parameters ban."""
         if self._structure is None and not self._has_bans and not self._is_short(()):
             return [True] * len(tokens)
         found = [True] * len(tokens) if self._structure is None else self._structure.allowed(tokens, parents)
@@ -198,7 +200,9 @@ class RequestProcessors:
         """Note the rows that the request's own parameters left without a token."""
         structures = [name for name in ("json_schema", "regex", "grammar") if getattr(self._params, name) is not None]
         for path in paths:
-            guilty = ["bad_words"] if self._single or self._bad_words.after(path) or self._completing(path) else []
+            guilty = ["allowed_token_ids"] if self._params.allowed_token_ids is not None else []
+            if self._params.bad_words and (self._single or self._bad_words.after(path) or self._completing(path)):
+                guilty.append("bad_words")
             guilty += ["min_tokens"] if self._end_ids and self._is_short(path) else []
             field, *others = guilty + structures
             together = f"together with {' and '.join(others)} it" if others else "it"
@@ -298,6 +302,7 @@ def make_processors(
     words, texts = split_words(params.bad_words, vocab_size, tokenizer)
     end_ids = {token for token in eos_token_ids if token < vocab_size} if params.min_tokens else set()
     penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    if not (any((params.logit_bias or {}).values()) or penalised or words or texts or end_ids or structure is not None):
+    bans = words or texts or end_ids or params.allowed_token_ids is not None
+    if not (any((params.logit_bias or {}).values()) or penalised or bans or structure is not None):
         return None
     return RequestProcessors(params, prompt_ids, vocab_size, end_ids, words, structure, texts)

@@ -82,22 +82,25 @@ def check(answer: Answer, params: SamplingParams) -> None:
     assert [origin for step in steps for origin in step.provenance] == state.provenance
     assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + [state.finish_reason]
     assert len(state.output_ids) <= params.max_tokens
-    assert not any(stop in state.text.text for stop in params.stop_strings)
+    if not params.include_stop_str_in_output:
+        assert not any(stop in state.text.text for stop in params.stop_strings)
 
 
 def by_hand(tokenizer: Tokenizer, ids: Sequence[int], params: SamplingParams) -> tuple[str, list[int], str]:
     """The slow definition: after every token decode everything, and look."""
-    said = [*ids, tokenizer.vocabulary[END_OF_TEXT]]
+    said, includes = [*ids, tokenizer.vocabulary[END_OF_TEXT]], params.include_stop_str_in_output
     for count in range(1, len(said) + 1):
         done = said[:count]
-        ended = count == len(said) or count == params.max_tokens
-        text = tokenizer.decode(done)
+        stopped = count == len(said) or done[-1] in params.stop_token_ids
+        ended = stopped or count == params.max_tokens
+        text = tokenizer.decode(done[:-1] if stopped and not includes else done, not params.skip_special_tokens)
         certain = text if ended else text.rstrip("\ufffd")
-        places = [certain.find(stop) for stop in params.stop_strings if stop in certain]
+        places = [(certain.find(stop), len(stop)) for stop in params.stop_strings if stop in certain]
         if places:
-            return certain[: min(places)], done, "stop"
+            place, length = min(places)
+            return certain[: place + length * includes], done, "stop"
         if ended:
-            return text, done, "stop" if count == len(said) else "length"
+            return text, done, "stop" if stopped else "length"
     raise AssertionError
 
 
@@ -120,6 +123,35 @@ def test_stop_strings_cut_exactly(tokenizer: Tokenizer, text: str, stop: str | t
     expected = by_hand(tokenizer, ids, params)
     for num_draft, wrong_every in itertools.product((0, 1, 3, 8), (0, 3)):
         assert speak(tokenizer, ids, params, num_draft, wrong_every).summary == expected
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=["code", "characters", "repeats"])
+@pytest.mark.parametrize("stop", STOPS, ids=repr)
+def test_what_ended_an_answer_may_stay_in_its_text(
+    tokenizer: Tokenizer, text: str, stop: str | tuple[str, ...]
+) -> None:
+    """vLLM's `include_stop_str_in_output` and `skip_special_tokens`; the end token is spelt only with both."""
+    ids = tokenizer.encode(text)
+    for skips in (True, False):
+        params = SamplingParams(max_tokens=200, stop=stop, include_stop_str_in_output=True, skip_special_tokens=skips)
+        expected = by_hand(tokenizer, ids, params)
+        for num_draft in (0, 3):
+            assert speak(tokenizer, ids, params, num_draft).summary == expected
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=["code", "characters", "repeats"])
+@pytest.mark.parametrize("includes", [False, True], ids=["cut", "kept"])
+def test_any_token_may_end_an_answer(tokenizer: Tokenizer, text: str, includes: bool) -> None:
+    """vLLM's `stop_token_ids`, wherever the token stands in an accepted run, and where end tokens are ignored."""
+    ids = tokenizer.encode(text)
+    for place, ignores in itertools.product((0, 2, len(ids) - 1), (False, True)):
+        params = SamplingParams(
+            max_tokens=200, stop_token_ids=[ids[place], 7], include_stop_str_in_output=includes, ignore_eos=ignores
+        )
+        expected = by_hand(tokenizer, ids, params)
+        assert expected[1] == ids[: ids.index(ids[place]) + 1]
+        for num_draft in (0, 1, 3, 8):
+            assert speak(tokenizer, ids, params, num_draft).summary == expected
 
 
 @pytest.mark.parametrize("num_draft", [0, 2, 5, 8])

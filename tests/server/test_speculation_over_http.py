@@ -84,6 +84,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
     "logit_bias": {"logit_bias": {"40": 5, "41": -100}},
     "bad_words": {"bad_words": ["self"]},
+    "allowed_token_ids": {"allowed_token_ids": list(range(250)), "skip_special_tokens": False},
+    "stop_token_ids": {"stop_token_ids": list(range(0, 300, 7)), "include_stop_str_in_output": True},
     "min_tokens": {"min_tokens": 6},
     "grammar": {
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}

@@ -287,3 +287,43 @@ def test_log_probabilities_of_tokens_that_a_client_lists(backend: LocalBackend) 
         assert set(tops) == {"token_id:7", "token_id:300", name}
     assert [one.status_code for one in refused] == [400] * 4
     assert [one.json()["error"]["param"] for one in refused] == ["logprob_token_ids"] * 4
+
+
+def test_tokens_that_end_an_answer_and_those_that_may_stand_in_it(backend: LocalBackend) -> None:
+    """vLLM's `stop_token_ids`, `include_stop_str_in_output`, `skip_special_tokens` and `allowed_token_ids`."""
+    asked: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    allowed = list(range(50, 120))
+
+    async def post(**fields: Any) -> httpx2.Response:
+        async with client_of(create_app(backend)) as client:
+            return await client.post("/v1/completions", json=asked | fields)
+
+    async def choice(**fields: Any) -> dict[str, Any]:
+        return (await post(**fields)).json()["choices"][0]
+
+    async def ask() -> None:
+        whole = await choice(ignore_eos=True)
+        ids = whole["token_ids"]
+        place = next(place for place in range(3, 12) if ids[place] not in ids[:place])
+        stops = {"stop_token_ids": [ids[place]], "ignore_eos": True}
+        cut, kept = await choice(**stops), await choice(include_stop_str_in_output=True, **stops)
+        assert cut["token_ids"] == kept["token_ids"] == ids[: place + 1]
+        assert cut["finish_reason"] == kept["finish_reason"] == "stop"
+        assert cut["text"] != kept["text"]
+        assert kept["text"].startswith(cut["text"])
+        assert whole["text"].startswith(kept["text"])
+        inside = await choice(allowed_token_ids=allowed)
+        assert len(inside["token_ids"]) == 12
+        assert set(inside["token_ids"]) <= set(allowed)
+        for wrong in (
+            {"allowed_token_ids": []},
+            {"allowed_token_ids": [10**6]},
+            {"stop_token_ids": [10**6]},
+            {"stop_token_ids": [0] * 10**4},
+            {"use_beam_search": True},
+            {"truncate_prompt_tokens": 3},
+        ):
+            refused = await post(**wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(wrong)))
+
+    run(ask())

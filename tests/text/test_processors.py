@@ -41,9 +41,10 @@ ALONE = {
         bad_words=[[4], [1, 2], [2, 2, 0], [3, 1, 2], [0, 0, 1], [1, 0, 3], [3, 3, 2], [0, 3, 1, 4], [1, 2, 3, 4, 5]]
     ),
     "min_tokens": SamplingParams(min_tokens=5),
+    "allowed_token_ids": SamplingParams(allowed_token_ids=[0, 2, 3, 9, 22]),
     "structure": SamplingParams(regex="."),
 }
-DEPENDS_ON_THE_PATH = sorted(ALONE.keys() - {"logit_bias"})
+DEPENDS_ON_THE_PATH = sorted(ALONE.keys() - {"logit_bias", "allowed_token_ids"})
 
 
 class Fake:
@@ -98,6 +99,9 @@ def theirs(params: SamplingParams, prompt: Sequence[int], answer: Sequence[int],
         scores = NoBadWordsLogitsProcessor([list(word) for word in params.bad_words])(ids, scores)
     if params.min_tokens:
         scores = MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, list(ENDS))(ids, scores)
+    if params.allowed_token_ids is not None:
+        kept = scores.index_select(1, torch.tensor(params.allowed_token_ids))
+        scores = torch.full_like(scores, -INF).index_copy(1, torch.tensor(params.allowed_token_ids), kept)
     if params.structured:
         scores = scores.masked_fill(~Fake(answer, scores.shape[1]).mask([()]), -INF)
     return (scores if scores.amax() > -INF else raw)[0]
@@ -184,6 +188,7 @@ def mixed(rng: random.Random) -> SamplingParams:
             [rng.randrange(LETTERS) for _ in range(rng.choice((1, 2, 2, 3, 3, 4)))] for _ in range(rng.randrange(1, 12))
         ],
         "min_tokens": rng.randrange(1, 12),
+        "allowed_token_ids": rng.sample(range(V), rng.randrange(1, V)),
         "regex": ".",
     }
     return SamplingParams(**{name: value for name, value in some.items() if rng.random() < 0.5} or {"min_tokens": 3})

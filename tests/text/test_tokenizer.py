@@ -115,19 +115,20 @@ def by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     return {name: make(tmp_path_factory.mktemp(name)) for name, make in KINDS.items()}
 
 
-def stream(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
-    detokenizer = Detokenizer(tokenizer)
+def stream(tokenizer: Tokenizer, ids: list[int], has_specials: bool = False) -> tuple[list[str], str]:
+    detokenizer = Detokenizer(tokenizer, has_specials=has_specials)
     return [detokenizer.push(token_id) for token_id in ids], detokenizer.flush()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_text_is_the_decoded_text(by_kind: dict[str, Tokenizer], kind: str) -> None:
+@pytest.mark.parametrize("has_specials", [False, True])
+def test_streamed_text_is_the_decoded_text(by_kind: dict[str, Tokenizer], kind: str, has_specials: bool) -> None:
     """Random ids: broken UTF-8, special tokens and ids beyond the vocabulary among them."""
     tokenizer, generator = by_kind[kind], random.Random(0)
     for _ in range(1500):
         ids = [generator.randrange(tokenizer.vocab_size + 2) for _ in range(generator.randrange(14))]
-        pieces, rest = stream(tokenizer, ids)
-        assert "".join(pieces) + rest == tokenizer.decode(ids)
+        pieces, rest = stream(tokenizer, ids, has_specials)
+        assert "".join(pieces) + rest == tokenizer.decode(ids, has_specials)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace", "word_piece"])
@@ -199,7 +200,9 @@ def test_the_cost_of_a_token_does_not_grow(by_kind: dict[str, Tokenizer], monkey
         tokenizer, sizes = by_kind[kind], []
         decode = tokenizer.decode
         monkeypatch.setattr(
-            tokenizer, "decode", lambda ids, sizes=sizes, decode=decode: (sizes.append(len(ids)), decode(ids))[1]
+            tokenizer,
+            "decode",
+            lambda ids, sizes=sizes, decode=decode, **how: (sizes.append(len(ids)), decode(ids, **how))[1],
         )
         broken = 255 if kind == "byte_level_in_sequence" else tokenizer.encode("a", add_special_tokens=False)[-1]
         stream(tokenizer, [broken] * 500)

@@ -39,6 +39,10 @@ _PASSED_ON = (
     "ignore_eos",
     "min_tokens",
     "bad_words",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
     "logprob_token_ids",
 )
 
@@ -267,6 +271,11 @@ def _max_tokens(body: SamplingFields, terms: Terms, named: int | None, default: 
 def _check_lists(body: SamplingFields, terms: Terms) -> None:
     """Fields that list something."""
     config, info = terms.config, terms.info
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        listed = getattr(body, name) or ()
+        if len(listed) > info.vocab_size:
+            raise invalid(name, f"must be at most {info.vocab_size} token ids, the size of the vocabulary", len(listed))
+        check_token_ids(name, listed, info)
     for token in body.logit_bias or ():
         if token >= info.vocab_size:
             raise invalid("logit_bias", f"token ids must be less than {info.vocab_size}", token)
@@ -276,10 +285,10 @@ def _check_lists(body: SamplingFields, terms: Terms) -> None:
         raise invalid(
             "bad_words", f"must be at most {config.max_bad_words} of {config.max_bad_word_tokens} characters together"
         )
-    if body.stop_token_ids:
-        raise unsupported("stop_token_ids", "is not supported; use stop")
-    if body.include_stop_str_in_output:
-        raise unsupported("include_stop_str_in_output", "is not supported; the answer ends before the stop string")
+    if body.use_beam_search:
+        raise unsupported("use_beam_search", "is not supported; n draws several answers")
+    if body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens", "is not supported; send what the model should read")
 
 
 def _checked_stops(body: SamplingFields, config: ApiConfig) -> list[str]:

@@ -190,7 +190,10 @@ class Exchange:
 
     def stop_string(self, event: AnswerEnded) -> str | None:
         """The stop string that ended an answer: its last token completed it. None where something else ended it."""
-        tokens, ends = self.book.answers[event.index].tokens, self.info.eos_token_ids
+        tokens, ends = (
+            self.book.answers[event.index].tokens,
+            {*self.info.eos_token_ids, *self.call.params.stop_token_ids},
+        )
         if event.finish_reason != "stop" or not tokens or tokens[-1].token_id in ends:
             return None
         return completed_stop([token for token in tokens if token.token_id not in ends], self.call.params.stop_strings)

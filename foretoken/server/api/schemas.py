@@ -218,6 +218,10 @@ class SamplingFields(BaseModel):
     bad_words: ListOf[str] | None = None
     stop_token_ids: ListOf[Whole] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: ListOf[Whole] | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     logprob_token_ids: ListOf[Whole] | None = None
