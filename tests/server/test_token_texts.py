@@ -309,6 +309,10 @@ def test_tokens_that_end_an_answer_and_those_that_may_stand_in_it(backend: Local
         cut, kept = await choice(**stops), await choice(include_stop_str_in_output=True, **stops)
         assert cut["token_ids"] == kept["token_ids"] == ids[: place + 1]
         assert cut["finish_reason"] == kept["finish_reason"] == "stop"
+        assert cut["stop_reason"] == ids[place]
+        assert "stop_reason" not in whole
+        texts = await choice(stop=["never", kept["text"][-1:]], stop_token_ids=[10])
+        assert texts["stop_reason"] == kept["text"][-1:]
         assert cut["text"] != kept["text"]
         assert kept["text"].startswith(cut["text"])
         assert whole["text"].startswith(kept["text"])

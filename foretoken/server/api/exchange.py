@@ -190,13 +190,24 @@ class Exchange:
 
     def stop_string(self, event: AnswerEnded) -> str | None:
         """The stop string that ended an answer: its last token completed it. None where something else ended it."""
-        tokens, ends = (
-            self.book.answers[event.index].tokens,
-            {*self.info.eos_token_ids, *self.call.params.stop_token_ids},
-        )
-        if event.finish_reason != "stop" or not tokens or tokens[-1].token_id in ends:
+        reason = self.stop_reason(event)
+        return reason if isinstance(reason, str) else None
+
+    def stop_reason(self, event: AnswerEnded) -> str | int | None:
+        """What the request named and the answer ended with: a stop string or a token. None where something else ended
+        it.
+        """
+        params, tokens = self.call.params, self.book.answers[event.index].tokens
+        ends = self.info.eos_token_ids
+        if event.finish_reason != "stop" or not tokens:
             return None
-        return completed_stop([token for token in tokens if token.token_id not in ends], self.call.params.stop_strings)
+        last = tokens[-1].token_id
+        if last in ends and not params.ignore_eos:
+            return None
+        if last in params.stop_token_ids:
+            return last
+        written = [token for token in tokens if not params.skip_special_tokens or token.token_id not in ends]
+        return completed_stop(written, params.stop_strings) if written else None
 
     def leave(self, reason: str) -> None:
         """Let the call go, for the first reason given: its events end with an error."""
@@ -393,7 +404,7 @@ def completed_stop(tokens: Sequence[TokenEvent], stops: Sequence[str]) -> str | 
         place = tail.find(data, max(0, len(tail) - len(last) - len(data) + 1))
         if place >= 0:
             found.append((place, stop))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    return min(found, key=lambda pair: (pair[0], len(pair[1])))[1] if found else None
 
 
 def _written(token: TokenEvent) -> bytes:

@@ -219,10 +219,15 @@ class ChoiceWriter(AnswerWriter):
         return {"prompt_logprobs": prompt_logprobs(ended.prompt, count)}
 
     def of_choice(self, event: AnswerEnded) -> _Json:
-        """What a choice reports of itself: metrics, where there are several answers."""
-        if self.exchange.num_answers == 1 or self._level == "none":
-            return {}
-        return {"metrics": metrics(self.exchange.book.answers[event.index], self._level)}
+        """What a choice reports of itself: what ended it, where the request names something, and metrics, where there
+        are several answers.
+        """
+        params, shown = self.exchange.call.params, dict[str, Any]()
+        if params.stop_strings or params.stop_token_ids:
+            shown["stop_reason"] = self.exchange.stop_reason(event)  # vLLM's
+        if self.exchange.num_answers > 1 and self._level != "none":
+            shown["metrics"] = metrics(self.exchange.book.answers[event.index], self._level)
+        return shown
 
     def whole(self) -> _Json:
         """See `AnswerWriter.whole`."""
