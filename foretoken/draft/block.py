@@ -65,11 +65,7 @@ class BlockDrafter(StatesDrafter):
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
-        """See `base.Factory`.
-
-        Raises:
-            ConfigError, ModelError: see `open_head`.
-        """
+        """See `base.Factory`."""
         head, target = open_head(factory, spec, BlockHead)
         return cls(head, target)
 

@@ -137,11 +137,7 @@ class _MassFigures:
 
 
 def _mass_figures(draft: Draft, vocab_size: int) -> _MassFigures | None:
-    """What decides whether a draft's distributions are sound, and the draft's tokens on the host; None without mass.
-
-    Raises:
-        DraftError: the mass does not fit the draft.
-    """
+    """What decides whether a draft's distributions are sound, and the draft's tokens on the host; None without mass."""
     mass = draft.mass
     if mass is None:
         return None

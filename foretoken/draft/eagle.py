@@ -42,11 +42,7 @@ class EagleDrafter(StatesDrafter):
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
-        """See `base.Factory`.
-
-        Raises:
-            ConfigError, CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
-        """
+        """See `base.Factory`."""
         head, target = open_head(factory, spec, EagleHead)
         return cls(CachedEagle(head, target))
 
@@ -193,9 +189,5 @@ class MtpDrafter(EagleDrafter):
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
-        """See `base.Factory`.
-
-        Raises:
-            ConfigError, CheckpointError, UnsupportedModelError: see `open_mtp`.
-        """
+        """See `base.Factory`."""
         return cls(CachedEagle(*open_mtp(factory, spec)))

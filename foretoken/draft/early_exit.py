@@ -146,12 +146,7 @@ class EarlyExitDrafter:
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
-        """See `base.Factory`.
-
-        Raises:
-            ConfigError: the target cannot stop between two layers, or see `open_head`.
-            CheckpointError, MismatchError, UnsupportedModelError: see `open_head`.
-        """
+        """See `base.Factory`."""
         if not isinstance(factory.target, EarlyExitModel):
             reason = f"{factory.folder} runs through transformers, which cannot stop between two layers"
             raise ConfigError(

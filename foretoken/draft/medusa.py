@@ -172,11 +172,7 @@ class MedusaDrafter(HeadDrafter):
 
     @classmethod
     def make(cls, factory: Factory, spec: SpecConfig) -> Self:
-        """See `base.Factory`.
-
-        Raises:
-            ConfigError, ModelError: see `open_head`.
-        """
+        """See `base.Factory`."""
         head, target = open_head(factory, spec, MedusaHead)
         return cls(head, target)
 

@@ -230,11 +230,7 @@ class MixDrafter:
                 part.reset()
 
     def _reading_part(self) -> PrefixStates | None:
-        """The part that reads hidden states; it must share them, because a mix says of all its parts that they do.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """The part that reads hidden states; it must share them, because a mix says of all its parts that they do."""
         part = None if self._model is None else self.parts[self._model]
         if part is None or not isinstance(part, HiddenStateReader):
             return None

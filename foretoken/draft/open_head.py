@@ -95,9 +95,6 @@ def open_mtp(factory: Factory, spec: SpecConfig) -> tuple[MtpHead, SharesWeights
 def _weight_format(spec: SpecConfig, target: SharesWeights, dtype: torch.dtype) -> str:
     """What the head's matrices are held in beside a target whose rows are `dtype`: "auto" is as they are stored, else
     "int8" or "int4".
-
-    Raises:
-        ConfigError, InputError: see `open_head`.
     """
     wanted, own = spec.draft_dtype, str(dtype).removeprefix("torch.")
     if wanted == "auto":
@@ -116,12 +113,7 @@ def _weight_format(spec: SpecConfig, target: SharesWeights, dtype: torch.dtype) 
 
 @torch.inference_mode()
 def _embedding_of(target: SharesWeights, head: str) -> tuple[int, torch.dtype]:
-    """Width and number format of the target's embeddings.
-
-    Raises:
-        ConfigError: the output matrix reads rows of another width.
-        UnsupportedModelError: the target has no embedding table or output matrix.
-    """
+    """Width and number format of the target's embeddings."""
     embedded = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
     try:
         target.output_logits(embedded)

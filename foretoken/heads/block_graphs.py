@@ -79,11 +79,7 @@ class BlockGraphs:
 
 
 def block_graphs(head: BlockHead, target: SharesWeights, cache: PagedCache) -> BlockGraphs | None:
-    """Graphs of `head`, whose keys and values are in `cache`; None where its steps are not captured.
-
-    Raises:
-        ConfigError: see `choice.are_wanted`.
-    """
+    """Graphs of `head`, whose keys and values are in `cache`; None where its steps are not captured."""
     embedding, output = None, head.lm_head
     if isinstance(target, SharesModules):
         embedding, output = target.embedding_module(), output or target.output_module()

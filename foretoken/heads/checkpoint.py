@@ -157,11 +157,7 @@ class OpenedHead(NamedTuple):
 
 
 def open_head(folder: Path, target: ModelConfig, target_folder: Path | None = None) -> OpenedHead:
-    """The head in `folder`, of whose tensors only headers are read, and rows of its embedding with `target_folder`.
-
-    Raises:
-        CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `load_head`.
-    """
+    """The head in `folder`, of whose tensors only headers are read, and rows of its embedding with `target_folder`."""
     kind, fields = KINDS[head_kind(folder)], read_fields(folder)
     weights = Weights(folder, MEDUSA_WEIGHTS if (folder / MEDUSA_WEIGHTS).exists() else WEIGHTS)
     config = kind.from_json(fields, target, frozenset(weights.own_names))
@@ -190,11 +186,7 @@ def read_fields(folder: Path) -> Fields:
 
 
 def make_head(config: HeadConfig, vocabulary: DraftVocabulary) -> Head:
-    """The network of a configuration, on torch's default device.
-
-    Raises:
-        ConfigError: a configuration that no head has.
-    """
+    """The network of a configuration, on torch's default device."""
     return kind_of_config(config).network(config, vocabulary)
 
 
@@ -256,9 +248,6 @@ def tensor_problems(weights: Weights, stored: Mapping[str, str], expected: Mappi
 def _stored_names(weights: Weights, config: HeadConfig, vocab_size: int) -> dict[str, str]:
     """Name in the file of every tensor of the network, by the network's; tables and copies of the target's matrices
     left out. `vocab_size` is that of the head.
-
-    Raises:
-        CheckpointError: one tensor under two names, or a copy that has not the shape of the target's matrix.
     """
     found: dict[str, str] = {}
     left_out = {_OFFSETS, _MASK, TOKEN_MAP}
@@ -308,11 +297,7 @@ def _check_embedding(weights: Weights, config: EagleConfig | BlockConfig) -> Non
 def _with_embedding(
     weights: Weights, config: EagleConfig | BlockConfig, target_folder: Path
 ) -> EagleConfig | BlockConfig:
-    """The configuration of a head whose own embedding, if it holds one, may be another than the target's.
-
-    Raises:
-        CheckpointError: a block drafter has one, or it is no copy by its shape.
-    """
+    """The configuration of a head whose own embedding, if it holds one, may be another than the target's."""
     if _EMBEDDING not in weights or _owns_embedding(config):
         return config
     _check_embedding(weights, config)
@@ -341,11 +326,7 @@ def _first_or_all_rows(target: TensorSource, shape: tuple[int, ...]) -> Tensor:
 
 
 def _read_vocabulary(weights: Weights, config: HeadConfig, size: int) -> DraftVocabulary:
-    """The head's tokens, `size` of them, from its tables.
-
-    Raises:
-        CheckpointError: a table is missing, or is no list of the target's tokens, each once.
-    """
+    """The head's tokens, `size` of them, from its tables."""
     if isinstance(config, MedusaConfig | ExitAdapterConfig):
         whole, table = config.vocab_size, TOKEN_MAP
     else:

@@ -42,9 +42,6 @@ class EagleChain:
     def draft(self, tokens: Tensor, features: Tensor, requests: Sequence[Reach]) -> Tensor:
         """Run rows of text, `tokens` [T] with their `features` [T, D], then draft the tokens of all requests: one
         request behind the other.
-
-        Raises:
-            MemoryError: no memory for what lies between two operations.
         """
         rotary = self.head.rotary
         assert features.dtype == rotary.cos.dtype, "one format of all rows"

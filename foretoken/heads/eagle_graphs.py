@@ -76,11 +76,7 @@ def likeliest(logits: Tensor) -> Tensor:
 def eagle_graphs(
     head: EagleHead, target: SharesWeights, vocabulary: DraftVocabulary, cache: PagedCache
 ) -> EagleGraphs | None:
-    """Graphs of `head`, whose keys and values are in `cache`; None where its steps are not captured.
-
-    Raises:
-        ConfigError: see `choice.are_wanted`.
-    """
+    """Graphs of `head`, whose keys and values are in `cache`; None where its steps are not captured."""
     beside = (embedding_of(head, target), output_of(head, target), head.fc)
     matrices = captured_matrices(head, cache, head.norm_dtype, beside)
     return None if matrices is None else EagleGraphs(head, target, vocabulary, cache, matrices)

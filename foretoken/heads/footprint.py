@@ -58,9 +58,6 @@ def head_shape(
     calls it.
 
     `weight_format` "int8" or "int4": its matrices are quantised. A row is taken to need what a row of the target needs.
-
-    Raises:
-        CheckpointError, MismatchError, UnsupportedModelError, ConfigError: see `checkpoint.load_head`.
     """
     network = open_head(folder, config, target_folder).network
     tensors = tensor_shapes(network).items()

@@ -37,9 +37,6 @@ def captured_matrices(
 
     `dtype` is that of its rows; a matrix beside is None where the target does more with its own than reading rows or
     multiplying.
-
-    Raises:
-        ConfigError: see `choice.are_wanted`.
     """
     layers = [linear for layer in head.layer_parts() for linears in layer.matrices for linear in linears]
     matrices = (*(one for one in beside if one is not None), *layers)

@@ -26,11 +26,7 @@ EXIT_ADAPTER = "early_exit_adapter"  # model_type of an adapter, a form of our o
 
 
 def kind_of_head(name: str) -> str:
-    """`head_kind` of the head of this name; a hub id is downloaded.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: see `model_folder` and `head_kind`.
-    """
+    """`head_kind` of the head of this name; a hub id is downloaded."""
     return head_kind(model_folder(name))
 
 
@@ -76,11 +72,7 @@ def head_kind(folder: Path) -> str:
 
 
 def kind_of(fields: Fields) -> str | None:
-    """The same by `config.json`; None if it does not say.
-
-    Raises:
-        UnsupportedModelError: see `head_kind`.
-    """
+    """The same by `config.json`; None if it does not say."""
     model_type = fields.text("model_type", "") or ""
     speculators = fields.text("speculators_model_type")
     names = " ".join(fields.texts("architectures") or ()).lower()
@@ -111,11 +103,7 @@ def refusal(where: object, kind: str) -> UnsupportedModelError:
 
 
 def _tensor_names(folder: Path) -> list[str]:
-    """Names in `model.safetensors`, from its header; none where there is no such file.
-
-    Raises:
-        CheckpointError: truncated or corrupt.
-    """
+    """Names in `model.safetensors`, from its header; none where there is no such file."""
     path = folder / "model.safetensors"
     if not path.exists():
         return []

@@ -33,7 +33,8 @@ class HeadKind(Generic[_Config]):
 
     - `name`: its drafter in `registry.DRAFTERS`.
     - `network`: what makes the network of a shape for a vocabulary.
-    - `from_json`: the shape from `config.json`, the target's shape and the names of the tensors; raises ModelError.
+    - `from_json`: the shape from `config.json`, the target's shape and the names of the tensors; raises CheckpointError
+      (a key that is missing, of the wrong type or out of bounds), MismatchError or UnsupportedModelError (a variant).
     - `to_json`: `config.json` of a shape, number format, vocabulary size and name of the target; raises ConfigError.
     - `draft_vocab_size`: size of the vocabulary that it drafts from, given the shape and `config.json`.
     """

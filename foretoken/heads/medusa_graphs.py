@@ -86,11 +86,7 @@ class MedusaGraphs:
 
 
 def medusa_graphs(head: MedusaHead, target: SharesWeights) -> MedusaGraphs | None:
-    """Graphs of `head`; None where its heads are not captured, which are where the steps of its target are.
-
-    Raises:
-        ConfigError: see `choice.are_wanted`.
-    """
+    """Graphs of `head`; None where its heads are not captured, which are where the steps of its target are."""
     linears = [module for module in head.modules() if isinstance(module, Linear)]
     output = target.output_module() if isinstance(target, SharesModules) else None
     matrices = [*linears, *([] if head.config.has_own_output or output is None else [output])]

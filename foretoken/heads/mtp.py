@@ -144,11 +144,7 @@ def _refuse_other_layers(folder: Path, first: dict[str, str]) -> None:
 
 
 def _check_shared(folder: Path, weights: Weights, target: ModelConfig, first: dict[str, str]) -> None:
-    """Drop copies of the target's embedding and output matrix.
-
-    Raises:
-        UnsupportedModelError: an embedding of its own.
-    """
+    """Drop copies of the target's embedding and output matrix."""
     shape = (target.vocab_size, target.hidden_size)
     embedding = first.pop(_EMBEDDING, None)
     if embedding is not None and not (weights.shape(embedding) == shape and weights.equal(embedding, EMBEDDING)):

@@ -61,7 +61,11 @@ class _CoupledIn(ctypes.Structure):
 
 @dataclass(frozen=True)
 class SamplingKernel:
-    """The functions of a compiled library; tensors are on the CPU, each row is on its own."""
+    """The functions of a compiled library; tensors are on the CPU, each row is on its own.
+
+    Raises:
+        MemoryError: no memory for what lies between two operations.
+    """
 
     library: ctypes.CDLL
 
@@ -80,9 +84,6 @@ class SamplingKernel:
         """See `text.sampling.target_probs`: float32 or bfloat16 logits [R, V], a choice for each row -> float32 [R, V].
 
         `best` [R] is the argmax of each row, needed where a temperature is 0.
-
-        Raises:
-            MemoryError: no memory for the tokens that filters keep.
         """
         logits = logits.contiguous()
         best = None if best is None else best.contiguous()
@@ -105,9 +106,6 @@ class SamplingKernel:
         """See `engine.from_logits`: float32 or bfloat16 logits [R, V], a choice and the argmax [R] of each row, draft
         tokens [N] (those of request b from offsets[b] to offsets[b + 1]), float64 numbers [N] and [B] -> the row where
         each round ends, the token drawn there, both [B], and the probability of accepting each node [N].
-
-        Raises:
-            MemoryError: no memory for a row of the vocabulary for each thread.
         """
         logits, best, tokens = logits.contiguous(), best.contiguous(), tokens.contiguous()
         accept, following = accept.contiguous(), following.contiguous()
@@ -137,9 +135,6 @@ class SamplingKernel:
         """See `engine.from_logits`: float32 or bfloat16 logits [R, V] (those of request b from starts[b] to
         starts[b + 1], its anchor first), and of each row a choice, the argmax, the row of its parent and its token (-1
         for an anchor), the key of its race -> the winner of each row [R], -1 where the round does not come.
-
-        Raises:
-            MemoryError: no memory for a row of the vocabulary for each thread.
         """
         logits, best = logits.contiguous(), best.contiguous()
         assert len(logits) == len(choices) == len(best) == len(parents) == len(tokens) == len(keys) == starts[-1]
@@ -162,11 +157,7 @@ class SamplingKernel:
         return out
 
     def race(self, weights: Tensor, keys: Sequence[RaceKey]) -> Tensor:
-        """See `verify.race_winners`: float32 weights [R, V], two words of a key and a position for each row -> ids [R].
-
-        Raises:
-            MemoryError: no memory for the leaders of the pieces.
-        """
+        """See `verify.race_winners`: float32 weights [R, V], two words of a key and a position for each row -> ids [R]."""
         weights = weights.contiguous()
         words = np.array(keys, dtype=np.uint64).reshape(-1, 3)
         winners = torch.empty(len(weights), dtype=torch.int64)
@@ -175,11 +166,7 @@ class SamplingKernel:
         return winners
 
     def draw(self, weights: Tensor, u: Tensor) -> Tensor:
-        """See `verify.draw`: float32 weights [B, V], float64 numbers [B] -> ids [B].
-
-        Raises:
-            MemoryError: no memory for the sums of parts of a row.
-        """
+        """See `verify.draw`: float32 weights [B, V], float64 numbers [B] -> ids [B]."""
         weights, u = weights.contiguous(), u.contiguous()
         tokens = torch.empty(len(weights), dtype=torch.int64)
         self._call("draw", weights.data_ptr(), u.data_ptr(), *weights.shape, tokens.data_ptr())
@@ -209,11 +196,7 @@ def sampling_kernel() -> SamplingKernel | None:
 
 
 def load(path: Path) -> SamplingKernel:
-    """The kernel of the compiled library `path`.
-
-    Raises:
-        BuildError: it cannot be loaded here, or is none of ours.
-    """
+    """The kernel of the compiled library `path`."""
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library = opened(path, "foretoken_sampling_interface", _INTERFACE)
     distributions, chains, coupled, uniforms = (

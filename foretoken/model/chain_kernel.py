@@ -156,11 +156,7 @@ def chain_library() -> ctypes.CDLL | None:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The compiled library `path`.
-
-    Raises:
-        BuildError: it cannot be loaded here, or is none of ours.
-    """
+    """The compiled library `path`."""
     library = opened(path, "foretoken_draft_interface", _INTERFACE)
     library.foretoken_draft_chain.argtypes, library.foretoken_draft_chain.restype = (ctypes.c_void_p,), ctypes.c_bool
     return library

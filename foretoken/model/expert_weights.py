@@ -36,11 +36,7 @@ class _View:
 
 
 class ExpertWeights(Weights):
-    """`Weights` with a name for every matrix and bias of every expert.
-
-    Raises:
-        CheckpointError: see `Weights`.
-    """
+    """`Weights` with a name for every matrix and bias of every expert."""
 
     def __init__(self, folder: Path, keys: ExpertKeys) -> None:
         super().__init__(folder, is_decoder=True)

@@ -96,11 +96,7 @@ def expert_table(parts: ExpertParts, dtype: torch.dtype) -> ExpertTable | None:
 
 
 def run_experts(kernels: RowKernels, table: ExpertTable, x: Tensor) -> Tensor:
-    """`x` [T, D] through the experts, [T, D].
-
-    Raises:
-        MemoryError: no memory for what lies between two operations.
-    """
+    """`x` [T, D] through the experts, [T, D]."""
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     _call(kernels.library.foretoken_run_experts, table, x, x, out)
     return out
@@ -118,9 +114,6 @@ def _call(function: Callable[..., bool], table: ExpertTable, like: Tensor, *tens
 def expert_channels(kernels: RowKernels, table: ExpertTable, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The slots of each row, see `Experts.route`, as the kernel fills them, [T, S] int32 and [T, S] float32; and this
     rank's channels of their experts, those of shared ones last.
-
-    Raises:
-        MemoryError: no memory for what lies between two operations.
     """
     x = x.contiguous()
     chosen = torch.empty(len(x), table.num_slots, dtype=torch.int32)
@@ -133,9 +126,6 @@ def expert_channels(kernels: RowKernels, table: ExpertTable, x: Tensor) -> tuple
 def run_divided(kernels: RowKernels, table: ExpertTable, x: Tensor, collective: Collective) -> Tensor:
     """A rank's part of `run_experts`, [T, D / world]: its channels of every expert, those of all ranks in one exchange
     of so many rows, and its outputs of them.
-
-    Raises:
-        MemoryError: no memory for what lies between two operations.
     """
     return torch.cat(
         [_divided(kernels, table, rows.contiguous(), collective) for rows in torch.split(x, _EXCHANGED_ROWS)]

@@ -142,11 +142,7 @@ def _check_report(weights: Weights, model: _Foreign, report: dict[str, Any]) -> 
 
 
 def _check_counts(raw: Mapping[str, Any], weights: Weights, where: str) -> None:
-    """Refuse a number of layers or experts that the files cannot hold: each becomes an object, whatever its size.
-
-    Raises:
-        CheckpointError: names the key.
-    """
+    """Refuse a number of layers or experts that the files cannot hold: each becomes an object, whatever its size."""
     most = max([len(weights.names), *(weights.shape(name)[0] for name in weights.names if weights.shape(name))])
     for part in _objects(raw):
         for key in _COUNTS:
@@ -159,11 +155,7 @@ def _check_counts(raw: Mapping[str, Any], weights: Weights, where: str) -> None:
 
 
 def _check_size(config: _Foreign, weights: Weights, where: str) -> None:
-    """Build the model without memory and compare it with the headers of the files.
-
-    Raises:
-        CheckpointError: the model is larger than its files, or a tensor has another shape.
-    """
+    """Build the model without memory and compare it with the headers of the files."""
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "quantization_config", None) is not None:  # stored in a form of its own

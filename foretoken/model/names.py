@@ -88,11 +88,7 @@ def _reference(name: str) -> Path:
 
 
 def _snapshot(hub_id: str) -> Path:
-    """The hub's snapshot, downloaded if need be.
-
-    Raises:
-        CheckpointError: not reachable on the hub.
-    """
+    """The hub's snapshot, downloaded if need be."""
     import huggingface_hub
 
     try:

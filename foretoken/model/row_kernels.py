@@ -186,11 +186,7 @@ def row_kernels() -> RowKernels | None:
 
 
 def load(path: Path) -> RowKernels:
-    """The kernels of the compiled library `path`.
-
-    Raises:
-        BuildError: it cannot be loaded here, or is none of ours.
-    """
+    """The kernels of the compiled library `path`."""
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     about = (small, small)
     library = opened(path, "foretoken_decoder_interface", _INTERFACE)

@@ -132,9 +132,6 @@ class TensorSource(ABC):
     def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:  # noqa: ARG002 - plain numbers have no codes
         """One matrix as codes and scales, whole blocks of the kernel's rows at a time; None if it has none that the
         kernel takes.
-
-        Raises:
-            CheckpointError: see `read`.
         """
         return None
 

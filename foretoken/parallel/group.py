@@ -187,12 +187,7 @@ def _watch(one: _Process, deaths: list[str]) -> None:
 
 
 def _await_loaded(processes: Sequence[_Process]) -> None:
-    """Wait for each rank's line: its part is loaded, or why not.
-
-    Raises:
-        LostRankError: one has ended without a line.
-        _NotLoadedError: one could not load its part, or takes too long.
-    """
+    """Wait for each rank's line: its part is loaded, or why not."""
     ends = time.monotonic() + LOAD_S
     for one in processes:
         assert one.running.stdout is not None

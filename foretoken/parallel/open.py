@@ -67,11 +67,7 @@ def _open_ranks(folder: Path, config: EngineConfig, devices: list[torch.device])
 
 
 def _check_divides(folder: Path, world: int) -> None:
-    """Refuse by name what no rank could hold a part of.
-
-    Raises:
-        ConfigError: see there.
-    """
+    """Refuse by name what no rank could hold a part of."""
     config = native_config(folder)
     if config is None:
         remedy = f"{folder} runs through transformers, whose models are not divided here; leave it out"
@@ -100,11 +96,7 @@ class LeadModel(PagedModel):
         self.group.end()
 
     def fresh(self) -> Self:
-        """Other ranks have one cache.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused with a ConfigError: other ranks have one cache."""
         raise ConfigError("tensor_parallel", self.decoder.shard.world, "the target has one cache; open it anew")
 
     def run_pass(self, one: Pass) -> ForwardOutput:

@@ -61,11 +61,7 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text` in which no part of it is read as a special token, and to which none is added.
-
-        Raises:
-            InputError: see `encode`.
-        """
+        """Token ids of `text` in which no part of it is read as a special token, and to which none is added."""
         check_text("text", text)
         if not any(special in text for special in self.special_texts):
             return self._backend.encode(text, False)
@@ -74,9 +70,6 @@ class Tokenizer:
     def min_num_tokens(self, text: str, enough: int, is_plain: bool = False) -> int:
         """A number of tokens that a long text has in any case, found in a time that grows with `enough` and not with
         the text: nothing more is looked for. 0 where nothing is certain. `is_plain`: as `encode_plain` reads it.
-
-        Raises:
-            InputError: see `encode`.
         """
         check_text("text", text)
         return self._backend.min_num_tokens(text, enough, is_plain)

@@ -26,12 +26,7 @@ def adapter_json(config: ExitAdapterConfig, dtype: str) -> dict[str, Any]:
 
 
 def adapter_from_json(fields: Fields, target: ModelConfig) -> ExitAdapterConfig:
-    """The adapter that a `config.json` describes.
-
-    Raises:
-        CheckpointError: a key that is missing, of the wrong type or out of bounds.
-        MismatchError: made for another target.
-    """
+    """The adapter that a `config.json` describes."""
     hidden, vocab = fields.whole("hidden_size"), fields.whole("vocab_size")
     exit_layer = fields.whole("exit_layer")
     check_sizes(fields.where, target, hidden, vocab, (exit_layer,))

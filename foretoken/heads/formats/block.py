@@ -52,13 +52,7 @@ def block_json(config: BlockConfig, dtype: str) -> dict[str, Any]:
 
 
 def block_from_json(fields: Fields, target: ModelConfig) -> BlockConfig:
-    """The block drafter that a `config.json` describes; keys may stand in `dflash_config` or at the top level.
-
-    Raises:
-        CheckpointError: a key that is missing, of the wrong type or out of bounds.
-        MismatchError: made for another target.
-        UnsupportedModelError: a variant that is not run here.
-    """
+    """The block drafter that a `config.json` describes; keys may stand in `dflash_config` or at the top level."""
     own = fields.fields("dflash_config") or Fields({}, fields.where)
     both = Fields({**fields.raw, **own.raw}, fields.where)
     is_dspark = any("dspark" in name.lower() for name in fields.texts("architectures") or ())
@@ -98,11 +92,7 @@ def block_from_json(fields: Fields, target: ModelConfig) -> BlockConfig:
 
 
 def _refuse_variants(fields: Fields) -> None:
-    """Refuse by name what the network here does not compute.
-
-    Raises:
-        UnsupportedModelError: names the key.
-    """
+    """Refuse by name what the network here does not compute."""
     kind = fields.text("markov_head_type", MARKOV_TYPE)
     if fields.whole_or("markov_rank", 0, least=0) and kind != MARKOV_TYPE:
         raise UnsupportedModelError(

@@ -54,13 +54,7 @@ def eagle_json(config: EagleConfig, dtype: str) -> dict[str, Any]:
 
 
 def eagle_from_json(fields: Fields, target: ModelConfig, names: frozenset[str]) -> EagleConfig:
-    """The head that a `config.json` and the `names` of its tensors describe.
-
-    Raises:
-        CheckpointError: a key that is missing, of the wrong type or out of bounds.
-        MismatchError: made for another target.
-        UnsupportedModelError: a variant that is not run here.
-    """
+    """The head that a `config.json` and the `names` of its tensors describe."""
     if "mask_hidden" in names:
         raise UnsupportedModelError(
             "the head holds mask_hidden: P-EAGLE, a parallel variant that is not run here; take an EAGLE-3 head, or "

@@ -46,12 +46,7 @@ def medusa_json(config: MedusaConfig, dtype: str, draft_vocab_size: int, target_
 
 
 def medusa_from_json(fields: Fields, target: ModelConfig, names: frozenset[str]) -> MedusaConfig:
-    """The heads that a `config.json` and the `names` of its tensors describe.
-
-    Raises:
-        CheckpointError: a key that is missing, of the wrong type or out of bounds.
-        MismatchError: made for another target.
-    """
+    """The heads that a `config.json` and the `names` of its tensors describe."""
     hidden = fields.whole_or("hidden_size", target.hidden_size)  # FasterDecoding's own files leave both out
     vocab = fields.whole_or("vocab_size", target.vocab_size)
     check_sizes(fields.where, target, hidden, vocab, ())

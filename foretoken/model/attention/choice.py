@@ -72,9 +72,5 @@ def choose(
 
 
 def chosen(device: torch.device, dtype: torch.dtype, exact_rows: bool = False) -> AttentionKind:
-    """What `choose` gives for the name in the environment.
-
-    Raises:
-        ConfigError: see `choose`.
-    """
+    """What `choose` gives for the name in the environment."""
     return choose(device, dtype, exact_rows, os.environ.get(ATTENTION_VARIABLE) or None).kind

@@ -83,11 +83,7 @@ def has_halves(header: Header, family: GgufFamily) -> bool:
 
 
 def family_of(header: Header) -> GgufFamily:
-    """What the file's architecture is.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: see `architecture_of`.
-    """
+    """What the file's architecture is."""
     architecture = architecture_of(header)
     if architecture == "llama" and header.metadata.get("llama.expert_count"):
         return MIXTRAL

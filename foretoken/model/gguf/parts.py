@@ -48,11 +48,7 @@ def read_header(path: Path) -> Header:
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files of the model of which `path` is one, the first part first.
-
-    Raises:
-        CheckpointError: see `read_header`.
-    """
+    """The files of the model of which `path` is one, the first part first."""
     own = read_part(path)
     count = _count(own)
     return [path] if count == 1 else _files(own, count)

@@ -106,9 +106,6 @@ def token_types(header: Header, tokens: list[str]) -> list[int]:
 def special_tokens(header: Header, tokens: list[str]) -> list[SpecialToken]:
     """The tokens that are read whole: control and unknown ones and ends of text, which are hidden, and user-defined
     ones, which are shown.
-
-    Raises:
-        CheckpointError: see `token_types`.
     """
     types, ends = token_types(header, tokens), set(end_texts(tokens))
     phi3 = any(name in (header.fields.text("general.name") or "").lower() for name in ("phi-3", "phi3"))

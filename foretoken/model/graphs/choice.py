@@ -42,11 +42,7 @@ def why_not(decoder: Decoder, attention: AttentionKind, cuts_rows: bool) -> str 
 
 
 def takes_graphs(decoder: Decoder, attention: AttentionKind, cuts_rows: bool = False) -> bool:
-    """Whether steps of a model are captured.
-
-    Raises:
-        ConfigError: see `are_wanted`.
-    """
+    """Whether steps of a model are captured."""
     return are_wanted("model", why_not(decoder, attention, cuts_rows))
 
 

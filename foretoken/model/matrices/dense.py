@@ -169,11 +169,7 @@ def kernel() -> Multiply | None:
 
 
 def load(path: Path) -> Multiply:
-    """The product of the compiled library `path`.
-
-    Raises:
-        BuildError: it cannot be loaded here, or is none of ours.
-    """
+    """The product of the compiled library `path`."""
     function = opened(path, "foretoken_dense_interface", _INTERFACE).foretoken_dense_multiply
     function.argtypes, function.restype = ARGUMENTS, ctypes.c_bool
     return function

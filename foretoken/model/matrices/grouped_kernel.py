@@ -333,11 +333,7 @@ def kernel() -> GroupedKernel | None:
 
 
 def load(path: Path) -> GroupedKernel:
-    """The functions of the compiled library `path`.
-
-    Raises:
-        BuildError: it cannot be loaded here, or is none of ours.
-    """
+    """The functions of the compiled library `path`."""
     library = opened(path, "foretoken_grouped_interface", _INTERFACE)
     multiply, rows = library.foretoken_grouped_multiply, library.foretoken_grouped_rows
     multiply.argtypes, multiply.restype = ARGUMENTS, ctypes.c_bool

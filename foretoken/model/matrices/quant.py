@@ -53,9 +53,6 @@ def check_quant(kind: str, dtype: torch.dtype, device: torch.device, field: str 
 def drafts_at_speed(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a drafter's weights should be held in `kind`, asked for by `draft_dtype`; a warning where they should
     not, because no kernel can be compiled: drafting with the kernel's twin would cost many times what it saves.
-
-    Raises:
-        InputError: see `check_quant`.
     """
     check_quant(kind, dtype, device, field="draft_dtype")
     error = _build_error()

@@ -87,10 +87,6 @@ _PRESETS: Mapping[str, _Scheme | None] = {
 def _scheme_of(groups: Fields, name: str) -> _Scheme | None:
     """The weights of the group `name`, a description or a preset; None where only activations or the cache are
     quantised.
-
-    Raises:
-        CheckpointError: a value that is missing or out of bounds.
-        UnsupportedModelError: a form without an implementation.
     """
     if isinstance(groups.raw[name], list):
         groups.texts(name)
@@ -117,12 +113,7 @@ class CompressedFormat:
 
     @classmethod
     def of(cls, fields: Fields) -> CompressedFormat:
-        """What `quantization_config` says.
-
-        Raises:
-            CheckpointError: a value that is missing or out of bounds.
-            UnsupportedModelError: a form without an implementation.
-        """
+        """What `quantization_config` says."""
         if fields.text("format", "dense") not in _FORMATS:
             raise UnsupportedModelError(f"{fields.where}: format={shown(fields.raw['format'])} is not read here")
         sparsity, transform = fields.fields("sparsity_config"), fields.fields("transform_config")
@@ -204,9 +195,6 @@ class CompressedFormat:
     def _scheme(self, base: str, files: Weights) -> _Scheme:
         """The scheme of a matrix: the first that its scales fit, or the first of the stored type. Where its
         words may hold few long codes or many short ones, weight_shape says which.
-
-        Raises:
-            CheckpointError: there is none of its type.
         """
         packed, plain = f"{base}.weight_packed", f"{base}.weight"
         is_packed = packed in files

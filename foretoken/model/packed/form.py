@@ -208,12 +208,7 @@ class Fp8Format:
 
     @classmethod
     def of(cls, fields: Fields) -> Fp8Format:
-        """What `quantization_config` says.
-
-        Raises:
-            CheckpointError: a value that is out of bounds.
-            UnsupportedModelError: another kind of 8-bit numbers.
-        """
+        """What `quantization_config` says."""
         if fields.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise UnsupportedModelError(f"{fields.where}: fmt={shown(fields.raw['fmt'])} is not read here: e4m3 is")
         return cls(block_of(fields, "weight_block_size"))

@@ -40,12 +40,7 @@ class GptqFormat:
 
     @classmethod
     def of(cls, fields: Fields) -> GptqFormat:
-        """What `quantization_config` says.
-
-        Raises:
-            CheckpointError: a value that is missing or out of bounds.
-            UnsupportedModelError: bits or a variant without an implementation.
-        """
+        """What `quantization_config` says."""
         bits = fields.whole("bits")
         if bits not in (4, 8):
             raise UnsupportedModelError(f"{fields.where}: bits={bits} of GPTQ is not read here: 4 and 8 are")
@@ -185,12 +180,7 @@ class AwqFormat:
 
     @classmethod
     def of(cls, fields: Fields) -> AwqFormat:
-        """What `quantization_config` says.
-
-        Raises:
-            CheckpointError: a value that is missing or out of bounds.
-            UnsupportedModelError: bits or a layout without an implementation.
-        """
+        """What `quantization_config` says."""
         bits = fields.whole("bits" if fields.has("bits") else "w_bit")
         if bits != _BITS:
             raise UnsupportedModelError(f"{fields.where}: bits={bits} of AWQ is not read here: 4 is")

@@ -62,11 +62,7 @@ METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 
 
 def method_of(config: Fields) -> str | None:
-    """What a `config.json` calls its way of packing matrices; None where nothing is packed.
-
-    Raises:
-        CheckpointError: a value of the wrong type.
-    """
+    """What a `config.json` calls its way of packing matrices; None where nothing is packed."""
     fields = config.fields("quantization_config")
     return None if fields is None or not fields.raw else fields.text("quant_method", "unknown")
 
@@ -118,11 +114,7 @@ _UNUSED = re.compile(r"\.(input|activation|output|k|v|q|kv_cache)_(scale|zero_po
 
 
 class PackedWeights(TensorSource):
-    """The tensors of a checkpoint folder by name; a packed matrix goes by the name that it would have unpacked.
-
-    Raises:
-        CheckpointError: see `Weights`.
-    """
+    """The tensors of a checkpoint folder by name; a packed matrix goes by the name that it would have unpacked."""
 
     def __init__(self, folder: Path, form: PackedFormat) -> None:
         self.folder, self._files, self._form = folder, Weights(folder, is_decoder=True), form
