@@ -54,11 +54,7 @@ _EAGLE = HeadKind(
     draft_vocab_size=lambda config, _fields: config.draft_vocab_size,
 )
 _MEDUSA = HeadKind(
-    "medusa",
-    MedusaHead,
-    from_json=medusa_from_json,
-    to_json=medusa_json,
-    draft_vocab_size=medusa_vocab_size,
+    "medusa", MedusaHead, from_json=medusa_from_json, to_json=medusa_json, draft_vocab_size=medusa_vocab_size
 )
 _BLOCK = HeadKind(
     "block",

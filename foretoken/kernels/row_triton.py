@@ -54,19 +54,7 @@ def _gate(x, out, row_stride, size, KIND: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _norm(
-    x,
-    change,
-    weight,
-    total,
-    out,
-    row_stride,
-    size,
-    eps,
-    offset,
-    HAS_CHANGE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
+def _norm(x, change, weight, total, out, row_stride, size, eps, offset, HAS_CHANGE: tl.constexpr, DIMS: tl.constexpr):
     """One program per row."""
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIMS)
     real = dim < size
@@ -81,17 +69,7 @@ def _norm(
 
 
 @triton.jit
-def _rotate(
-    x,
-    cos,
-    sin,
-    out,
-    row_stride,
-    head_stride,
-    num_heads,
-    HALF: tl.constexpr,
-    DIMS: tl.constexpr,
-):
+def _rotate(x, cos, sin, out, row_stride, head_stride, num_heads, HALF: tl.constexpr, DIMS: tl.constexpr):
     """One program per row and head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, DIMS)
@@ -195,10 +173,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
         return out
     with torch.cuda.device_of(x):
         _gate[len(x), triton.cdiv(size, _GATE_CHANNELS)](
-            *(x, out, x.stride(0), size),
-            KIND=KINDS[activation],
-            CHANNELS=_GATE_CHANNELS,
-            enable_fp_fusion=False,
+            *(x, out, x.stride(0), size), KIND=KINDS[activation], CHANNELS=_GATE_CHANNELS, enable_fp_fusion=False
         )
     return out
 

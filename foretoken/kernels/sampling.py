@@ -157,7 +157,7 @@ class SamplingKernel:
         return out
 
     def race(self, weights: Tensor, keys: Sequence[RaceKey]) -> Tensor:
-        """See `verify.race_winners`: float32 weights [R, V], two words of a key and a position for each row -> ids [R]."""
+        """See `verify.race_winners`: float32 weights [R, V], a key's words and a position for each row -> ids [R]."""
         weights = weights.contiguous()
         words = np.array(keys, dtype=np.uint64).reshape(-1, 3)
         winners = torch.empty(len(weights), dtype=torch.int64)

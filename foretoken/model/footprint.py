@@ -34,13 +34,7 @@ _NAMES = {
 }
 
 
-def shape_of(
-    folder: Path,
-    name: str,
-    dtype: str = "auto",
-    device: str = "cpu",
-    weights: str = "auto",
-) -> ModelShape:
+def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", weights: str = "auto") -> ModelShape:
     """The memory of the checkpoint in `folder` when it runs in `dtype` on `device`; `name` is what the user calls it.
 
     `weights` "int8" or "int4": its matrices are kept in that format, see `open_model`.

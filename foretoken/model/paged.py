@@ -127,11 +127,7 @@ class PagedModel(PagedCache):
     cuts_rows: ClassVar[bool] = False  # whether `run_pass` runs rows in tiles of its own
 
     def __init__(
-        self,
-        decoder: Decoder,
-        num_slots: int,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        kept: torch.dtype | None = None,
+        self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE, kept: torch.dtype | None = None
     ) -> None:
         weight = decoder.norm.weight
         self._is_exact = has_exact_rows(decoder)

@@ -76,11 +76,7 @@ class StrictModel(PagedModel):
     needs_equal_threads = True
 
     def __init__(
-        self,
-        decoder: Decoder,
-        num_slots: int,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        kept: torch.dtype | None = None,
+        self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE, kept: torch.dtype | None = None
     ) -> None:
         super().__init__(decoder, num_slots, block_size, kept)
         self._proven: dict[int, Proven] = {}  # by number of threads: kernels share out their work by it
@@ -144,11 +140,7 @@ class ExactDeviceModel(PagedModel):
     is_strict: ClassVar[bool] = True
 
     def __init__(
-        self,
-        decoder: Decoder,
-        num_slots: int,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        kept: torch.dtype | None = None,
+        self, decoder: Decoder, num_slots: int, block_size: int = DEFAULT_BLOCK_SIZE, kept: torch.dtype | None = None
     ) -> None:
         for module in decoder.modules():
             if isinstance(module, Linear):

@@ -166,11 +166,7 @@ def _started(setup: RankSetup) -> _Process:
     waiting = {} if names_waiting(os.environ) is not None else sleeping()
     own = {"OMP_NUM_THREADS": str(setup.num_threads), "PYTHONPATH": import_path()}
     process = subprocess.Popen(
-        RANK_COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**waiting, **os.environ, **own},
+        RANK_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**waiting, **os.environ, **own}
     )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has died: its watcher says so

@@ -37,12 +37,7 @@ _GPT2 = _either(r"'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p
 _LLAMA3 = _either(_CONTRACTION, _WORD, _THREE_DIGITS, _SYMBOLS, _LINE_ENDS, _SPACES)
 _QWEN2 = _either(_CONTRACTION, _WORD, _DIGIT, _SYMBOLS, _LINE_ENDS, _SPACES)
 _QWEN35 = _either(
-    _CONTRACTION,
-    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
-    _DIGIT,
-    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-    _LINE_ENDS,
-    _SPACES,
+    _CONTRACTION, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", _DIGIT, r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _LINE_ENDS, _SPACES
 )
 
 
@@ -58,12 +53,7 @@ _TEKKEN = _either(_cased_words(""), _DIGIT, _SYMBOLS_SLASH, _LINE_ENDS, _SPACES)
 _GPT4O = _either(_cased_words(f"{_CONTRACTION}?"), _THREE_DIGITS, _SYMBOLS_SLASH, _LINE_ENDS, _SPACES)
 _YOUTU = _either(_cased_words(f"{_CONTRACTION}?"), _DIGIT, _SYMBOLS_SLASH, _LINE_ENDS, _SPACES)
 _KIMI = _either(
-    r"[\p{Han}]+",
-    _cased_words(f"{_CONTRACTION}?", but=r"&&[^\p{Han}]"),
-    _THREE_DIGITS,
-    _SYMBOLS,
-    _LINE_ENDS,
-    _SPACES,
+    r"[\p{Han}]+", _cased_words(f"{_CONTRACTION}?", but=r"&&[^\p{Han}]"), _THREE_DIGITS, _SYMBOLS, _LINE_ENDS, _SPACES
 )
 _JAIS2 = _either(
     _CONTRACTION,
@@ -76,12 +66,7 @@ _JAIS2 = _either(
     r"\s{1}",
 )
 _BAILING = _either(
-    r"'(?i:[sdmt]|ll|ve|re)",
-    r"[^\r\n\p{L}\p{N}]?+\p{L}+",
-    _DIGIT,
-    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
-    r"\s*[\r\n]",
-    _SPACES,
+    r"'(?i:[sdmt]|ll|ve|re)", r"[^\r\n\p{L}\p{N}]?+\p{L}+", _DIGIT, r" ?[^\s\p{L}\p{N}]++[\r\n]*", r"\s*[\r\n]", _SPACES
 )
 _SEED = _either(_CONTRACTION, _WORD, r"\p{N}{1}", r" ?[^\s\p{L}\p{N}\r\n]+", _LINE_ENDS, _SPACES)
 _UFAKZEKA = _either(_WORD, _DIGIT, _SYMBOLS, _LINE_ENDS, _SPACES)
@@ -184,8 +169,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         _PLAIN,
     ),
     **dict.fromkeys(
-        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
-        _SINGLE_DIGITS,
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), _SINGLE_DIGITS
     ),
     **dict.fromkeys(
         (

@@ -52,12 +52,7 @@ class MatrixMemory:
     """
 
     def __init__(
-        self,
-        stored: TensorSource,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: str,
-        weights: str,
+        self, stored: TensorSource, config: ModelConfig, dtype: torch.dtype, device: str, weights: str
     ) -> None:
         self._stored, self._config, self._dtype = stored, config, dtype
         self._weights = weights
