@@ -106,7 +106,6 @@ class BlockDrafter(StatesDrafter):
         return most
 
     def _make_room(self, entry: BatchEntry, most: int) -> bool:
-        """Room for the context's new rows and the block."""
         sequence = entry.request.request_id
         missing = entry.round_start - 1 - self.cache.length(sequence)
         return most > 0 and self.make_room(sequence, missing + self._num_slots(most))

@@ -153,7 +153,6 @@ class Growth:
         return draws
 
     def _next_frontier(self, num_before: int) -> list[int]:
-        """Which of the nodes from `num_before` on may get children."""
         new = range(num_before, len(self.tokens))
         if self.level >= self.max_depth:
             return []
@@ -256,7 +255,6 @@ def _gains(reach: float, ranked: Ranked) -> list[float]:
 
 
 def _noise(growth: Growth) -> Tensor:
-    """The noise `[1, V]` of the position that a tree's next level stands at."""
     assert growth.entry.noise is not None
     return growth.entry.noise.at([growth.entry.round_start + growth.level])
 

@@ -119,7 +119,6 @@ class _LevelTokens:
 
     @property
     def ahead(self) -> list[int]:
-        """All that is provisional."""
         return [*self.before, *self.tokens]
 
     @property
@@ -256,7 +255,6 @@ class CascadeDrafter:
                 run.take(verdict.emitted(b), rows, level_probs)
 
     def _draft_below(self, level: int, runs: Sequence[_LevelTokens]) -> Draft:
-        """What the level below drafts after each run."""
         if level > 0:
             place = level - 1 - len(self.levels)
             below = [
@@ -348,7 +346,6 @@ def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict
 
 
 def _as_draft(name: str, device: torch.device, runs: Sequence[_LevelTokens]) -> Draft:
-    """The runs as one draft of chains."""
     chains = [
         Chain(run.course.entry, run.most, list(to_device(run.tokens, device).unbind()), run.masses) for run in runs
     ]

@@ -140,7 +140,6 @@ class DraftModelDrafter(OwnCacheDrafter):
         return branches.assemble(self.name, self.model.device, growths)
 
     def _has_room(self, growth: Growth) -> bool:
-        """Whether the draft's cache has room for a tree's next level."""
         return self.model.reserve(growth.entry.request.request_id, len(growth.ran) + len(growth.frontier))
 
     def _run_level(self, growths: Sequence[Growth]) -> Tensor:

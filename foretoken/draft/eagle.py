@@ -174,7 +174,6 @@ class EagleDrafter(StatesDrafter):
         return most if most > 0 and self.make_room(sequence, missing + most - 1) else 0
 
     def _has_room(self, growth: Growth) -> bool:
-        """Whether the cache has room for a tree's next level."""
         return self.cache.reserve(_sequence(growth.entry), len(growth.ran) + len(growth.frontier))
 
 

@@ -149,11 +149,8 @@ class EarlyExitDrafter:
         """See `base.Factory`."""
         if not isinstance(factory.target, EarlyExitModel):
             reason = f"{factory.folder} runs through transformers, which cannot stop between two layers"
-            raise ConfigError(
-                "drafter",
-                spec.drafter,
-                f"{reason}; choose another drafter, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}",
-            )
+            remedy = f"choose another drafter, or a checkpoint of {', '.join(NATIVE_MODEL_TYPES)}"
+            raise ConfigError("drafter", spec.drafter, f"{reason}; {remedy}")
         if spec.head is None:
             return cls(factory.target)
         adapter, _ = open_head(factory, spec, ExitAdapter)

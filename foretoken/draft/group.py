@@ -363,6 +363,5 @@ def _forced(entry: BatchEntry) -> tuple[int, ...]:
 
 
 def _chain(tokens: tuple[int, ...]) -> Draft:
-    """One request's draft of given tokens."""
     parents = tuple(range(-1, len(tokens) - 1))
     return Draft(torch.tensor(tokens, dtype=torch.int64), parents, (0, len(tokens)), (GRAMMAR,))

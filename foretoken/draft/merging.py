@@ -73,7 +73,6 @@ def merge_drafts(
 
 
 def _joined(drafts: Sequence[Draft]) -> Draft:
-    """All of the drafts, one behind the other."""
     if len(drafts) == 1:
         return drafts[0]
     host: list[int] | None = None  # of which a tensor is made faster than of many

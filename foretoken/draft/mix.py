@@ -254,7 +254,6 @@ class MixDrafter:
         return _MergePlan((), most)
 
     def _nodes(self, entry: BatchEntry, index: int, part: Lookup) -> list[TreeNode]:
-        """The draft tokens of a lookup."""
         most = entry.request.spec.configs[index].at_most(entry.num_draft)
         tree = allowed_tree(part.look_up(_entry_of(entry, index, most)), entry.processors)
         nodes = zip(tree.tokens, tree.parents, tree.chances, strict=True)

@@ -103,17 +103,13 @@ def _weight_format(spec: SpecConfig, target: SharesWeights, dtype: torch.dtype) 
     if wanted in QUANTISED:
         return wanted if drafts_at_speed(wanted, dtype, target.device) else "auto"
     if wanted not in ("auto", own):
-        raise ConfigError(
-            "draft_dtype",
-            wanted,
-            f"a head runs in the number format of its target, {own}: take that, auto, int8 or int4",
-        )
+        remedy = f"a head runs in the number format of its target, {own}: take that, auto, int8 or int4"
+        raise ConfigError("draft_dtype", wanted, remedy)
     return "auto"
 
 
 @torch.inference_mode()
 def _embedding_of(target: SharesWeights, head: str) -> tuple[int, torch.dtype]:
-    """Width and number format of the target's embeddings."""
     embedded = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
     try:
         target.output_logits(embedded)
@@ -259,7 +255,6 @@ def _scores(head: Head, batch: HeadBatch, target: SharesWeights) -> _Scores:
 
 
 def _shares(scores: _Scores) -> tuple[float, ...]:
-    """Share of hits by place."""
     by_place: dict[int, list[bool]] = {}
     for (place, _), (hit, _) in sorted(scores.items()):
         by_place.setdefault(place, []).append(hit)

@@ -135,7 +135,6 @@ class SuffixDrafter(TextLookup[MatchIndex]):
         self._num_counted = 0
 
     def _counted(self, store: SharedStore) -> int:
-        """Tokens that a store counts for."""
         return max(store.num_tokens, min(MIN_STORE_TOKENS, self._store_tokens)) if store.num_tokens else 0
 
     @property

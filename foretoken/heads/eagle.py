@@ -209,17 +209,11 @@ class EagleHead(LayeredHead):
 def _check(config: EagleConfig, vocabulary: DraftVocabulary) -> None:
     hidden, target_hidden = config.layer.hidden_size, config.target_hidden_size
     if config.has_own_width and config.version == 1:
-        raise ConfigError(
-            "hidden_size",
-            hidden,
-            f"must be the target's, {target_hidden}: an EAGLE-1 head predicts the target's states",
-        )
+        remedy = f"must be the target's, {target_hidden}: an EAGLE-1 head predicts the target's states"
+        raise ConfigError("hidden_size", hidden, remedy)
     if config.has_own_width and not config.has_own_output and vocabulary.is_whole:
-        raise ConfigError(
-            "hidden_size",
-            hidden,
-            f"is not the target's, {target_hidden}: such a head needs an output matrix of its own",
-        )
+        remedy = f"is not the target's, {target_hidden}: such a head needs an output matrix of its own"
+        raise ConfigError("hidden_size", hidden, remedy)
     if config.version == 1 and not vocabulary.is_whole:
         raise ConfigError("draft_vocab_size", config.draft_vocab_size, "an EAGLE-1 head has the target's vocabulary")
     only_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "has_own_output")
@@ -269,7 +263,6 @@ class UnrolledAttention:
 
 
 def _first_step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention within each window."""
     shape = query.shape
     queries, keys, values = query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2)
     read = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)  # [B, H, S, K]

@@ -86,7 +86,6 @@ class CachedEagle:
         return self.head.logits(rows.output[wanted], self.target), rows.feedback[wanted]
 
     def _commit(self, segments: Sequence[Segment]) -> None:
-        """Keep the pending rows."""
         for segment in segments:
             if segment.num_pending:
                 self.cache.commit(segment.sequence, segment.num_pending)

@@ -190,7 +190,6 @@ class _IdleTeam:
         self._ready.wait()
 
     def close(self) -> None:
-        """End the team."""
         self._over.set()
         self._thread.join()
 

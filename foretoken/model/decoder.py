@@ -248,7 +248,6 @@ class Decoder(nn.Module):
         return Hidden(x, kept, self.logits(x[wanted]) if logits is None and wanted is not None else logits)
 
     def _compiled(self, x: Tensor, positions: Tensor, attention: Attention) -> LayerPass | None:
-        """The compiled pass over `x` [T, D], if there is one for it."""
         if self.shard.world > 1:
             return None
         for table in self.rotaries:

@@ -112,7 +112,6 @@ def _clamped_gate(fields: Fields) -> ClampedGate:
 
 
 def _layer_numbers(fields: Fields, key: str) -> frozenset[int]:
-    """A list of layers, or none."""
     value = fields.raw.get(key)
     if value is None:
         return frozenset()

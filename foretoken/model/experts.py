@@ -149,7 +149,6 @@ _TABLES: WeakKeyDictionary[Experts, tuple[tuple[object, ...], ExpertTable | None
 
 
 def _table(layer: Experts, dtype: torch.dtype) -> ExpertTable | None:
-    """The table of a layer, made once for its weights."""
     marks = (*layer.weight_marks(), dtype)
     kept = _TABLES.get(layer)
     if kept is None or any(map(is_not, kept[0], marks)):

@@ -50,11 +50,8 @@ def shape_of(folder: Path, name: str, dtype: str = "auto", device: str = "cpu", 
     if weights != "auto":
         check_quant(weights, kind, torch.device(device))
         if config is None:
-            raise InputError(
-                "weights",
-                weights,
-                f"{name} runs through transformers, which has no quantised weights here; take bfloat16 or float32",
-            )
+            remedy = f"{name} runs through transformers, which has no quantised weights here; take bfloat16 or float32"
+            raise InputError("weights", weights, remedy)
     if config is None:
         return _foreign_shape(name, raw, stored, kind)
     matrices = MatrixMemory(stored, config, kind, device, weights)

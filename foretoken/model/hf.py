@@ -321,7 +321,6 @@ class _RowTable:
             self._rows.setdefault(number, row)
 
     def take(self, numbers: Sequence[int]) -> Tensor:
-        """The rows called `numbers`, stacked."""
         return torch.stack([self._rows[number] for number in numbers]) if numbers else self._empty
 
 

@@ -294,7 +294,6 @@ def layer_table(stack: LayerStack) -> LayerTable | None:
 
 
 def _made(layers: Sequence[LayerParts], shape: ModelConfig, behind: tuple[Norm, Linear] | None) -> LayerTable | None:
-    """See `layer_table`."""
     if not layers:
         return None
     dtype = next(norm.weight.dtype for norm in layers[0].norms if norm is not None)

@@ -207,7 +207,6 @@ def load_decoder(
 
 
 def _dequantised_words(folder: Path, dtype: torch.dtype, reasons: Mapping[str, int]) -> str:
-    """What happened to quantised matrices and why, with a remedy."""
     why = "; ".join(f"{count} ({reason})" for reason, count in reasons.items())
     return (
         f"{folder}: quantised matrices were dequantised to {_name_of(dtype)} when loaded, with more memory and time: "
@@ -278,7 +277,6 @@ class _Filler:
 
     @property
     def _fits(self) -> bool:
-        """Whether the kernel for codes runs here."""
         return self.pack and self.device.type == "cpu" and self.dtype in ACTIVATIONS
 
     def _grouped(self, names: Sequence[str]) -> list[GroupedWeight]:
@@ -357,7 +355,6 @@ class _Filler:
         assert not packs_copy or module.packed is not None, "the weight would share its memory with the next one"
 
     def embedding(self, module: Embedding, name: str, config: ModelConfig) -> None:
-        """The table of embeddings."""
         name, shape = f"{name}.weight", (config.vocab_size, config.hidden_size)
         if self.quantiser is not None:
             module.hold(self.quantiser.matrix([self._read(name, shape)], is_table=True))
@@ -383,7 +380,6 @@ class _Filler:
             setattr(module, kind, self._merged({tensor: self.weights.shape(tensor)}, parameter))
 
     def layer(self, layer: nn.Module, index: int, config: ModelConfig) -> None:
-        """All weights of one layer."""
         for module, matrix in layer_matrices(config, index).items():
             linear = layer.get_submodule(module)
             assert isinstance(linear, Linear)

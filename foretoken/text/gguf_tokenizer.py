@@ -109,7 +109,6 @@ def split_of(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
 
 
 def _merges(header: Header) -> list[tuple[str, str]]:
-    """The pairs of tokens that are joined, the first first."""
     if not header.fields.has(f"{PREFIX}merges"):
         raise CheckpointError(f"{header.path}: {PREFIX}merges is missing: convert the model again")
     pairs: list[tuple[str, str]] = []
@@ -175,7 +174,6 @@ def _scored_merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, header: Header, tokens: list[str]) -> None:
-    """Tokens that are read whole."""
     special = special_tokens(header, tokens)
     for hidden, add in ((True, inner.add_special_tokens), (False, inner.add_tokens)):
         add(

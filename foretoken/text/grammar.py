@@ -146,18 +146,12 @@ def build_vocabulary(
     except ImportError as error:
         raise InputError(field, value, f"needs llguidance: {install('structured')}") from error
     if tokenizer is None:
-        raise InputError(
-            field,
-            value,
-            "needs a tokenizer, and this model folder has none; add its tokenizer.json, or leave the field out",
-        )
+        remedy = "needs a tokenizer, and this model folder has none; add its tokenizer.json, or leave the field out"
+        raise InputError(field, value, remedy)
     token_bytes = tokenizer.token_bytes
     if token_bytes is None:
-        remedy = (
-            f"the tokenizer in {tokenizer.folder} does not say which bytes its tokens stand for; "
-            "only byte-level and SentencePiece ones do"
-        )
-        raise InputError(field, value, remedy)
+        reason = f"the tokenizer in {tokenizer.folder} does not say which bytes its tokens stand for"
+        raise InputError(field, value, f"{reason}; only byte-level and SentencePiece ones do")
     vocabulary = Vocabulary(tokenizer, token_bytes, size)
     return vocabulary, LLTokenizer(TokenizerWrapper(vocabulary))
 
@@ -218,32 +212,22 @@ def refusal(field: Field, value: object, complaint: str) -> InputError:
 def breakdown(field: Field, value: object, complaint: str) -> InputError:
     """The error for a structure that cannot be followed any further while the answer is being written."""
     if DEAD_END in complaint:
-        return InputError(
-            field,
-            value,
-            "asks at this point of the answer for text that this model's vocabulary cannot write; loosen it",
-        )
-    if _HEAVY.search(complaint):
-        return InputError(
-            field, value, f"became too slow to follow in the middle of the answer ({_reason(complaint)}); {_LIGHTER}"
-        )
-    return InputError(
-        field,
-        value,
-        f"could not be followed to the end of the answer ({_reason(complaint)}); simplify it, and report this",
-    )
+        remedy = "asks at this point of the answer for text that this model's vocabulary cannot write; loosen it"
+    elif _HEAVY.search(complaint):
+        remedy = f"became too slow to follow in the middle of the answer ({_reason(complaint)}); {_LIGHTER}"
+    else:
+        remedy = f"could not be followed to the end of the answer ({_reason(complaint)}); simplify it, and report this"
+    return InputError(field, value, remedy)
 
 
+_MAX_REASON_CHARS = 160
 _LIGHTER = "use fewer and shorter repetitions, alternatives and nested parts"
 
 
-def _reason(complaint: str, most: int = 160) -> str:
+def _reason(complaint: str) -> str:
     """The one line of a complaint that says what is wrong."""
-    lines = [
-        line.strip()
-        for line in complaint.split("<backtrace>")[0].replace("<non-verbose/>", "").splitlines()
-        if line.strip()
-    ]
+    said = complaint.split("<backtrace>")[0].replace("<non-verbose/>", "")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (named or lines or ["no reason given"])[0]
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= _MAX_REASON_CHARS else line[: _MAX_REASON_CHARS - 3] + "..."

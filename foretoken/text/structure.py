@@ -344,11 +344,8 @@ class StructureCompiler:
             raise refusal(field, value, compiled)
         structure = Structure(compiled)
         if params.min_tokens and (most := structure.max_tokens) is not None and most < params.min_tokens:
-            raise InputError(
-                "min_tokens",
-                params.min_tokens,
-                f"an answer that fits `{field}` has at most {most} tokens; ask for no more than that",
-            )
+            remedy = f"an answer that fits `{field}` has at most {most} tokens; ask for no more than that"
+            raise InputError("min_tokens", params.min_tokens, remedy)
         return structure
 
     def _compiled(self, field: Field, value: object, text: str) -> _Compiled | str:

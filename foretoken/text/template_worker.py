@@ -73,7 +73,6 @@ class _TemplateDict:
     """What templates know as `dict`: it makes dictionaries and has nothing else."""
 
     def __call__(self, *args: _Value, **kwargs: _Value) -> dict[_Value, _Value]:
-        """A dictionary."""
         return dict(*args, **kwargs)
 
 

@@ -200,7 +200,6 @@ def _warn_of_cost(target: LanguageModel, draft: LanguageModel) -> None:
     if draft.step_bytes >= target.step_bytes:
         warn(
             f"the draft has {draft.step_bytes / 1e6:,.1f} MB of weights to read per step, the target "
-            f"{target.step_bytes / 1e6:,.1f} MB: "
-            "drafting costs as much as decoding",
+            f"{target.step_bytes / 1e6:,.1f} MB: drafting costs as much as decoding",
             stacklevel=4,
         )

@@ -177,7 +177,6 @@ class PathAttention(FusedAttention):
         super().__init__(config, pool, write_slots, readers)
 
     def _read(self, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
-        """See `FusedAttention`."""
         if self._order is None:
             return super()._read(layer, query, sinks)
         read = super()._read(layer, query.index_select(0, self._order), sinks)

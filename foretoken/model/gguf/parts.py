@@ -59,7 +59,6 @@ def _count(header: Header) -> int:
 
 
 def _files(own: Header, count: int) -> list[Path]:
-    """All parts, each of which is there."""
     found = _NAME.fullmatch(own.path.name)
     if found is None or int(found[3]) != count:
         raise CheckpointError(

@@ -48,7 +48,6 @@ def assembled(
 
 
 def _tensors(weight: GroupedWeight) -> dict[str, Tensor]:
-    """The tensors of a matrix by field."""
     return {field.name: value for field in fields(weight) if isinstance(value := getattr(weight, field.name), Tensor)}
 
 
