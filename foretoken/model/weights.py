@@ -121,14 +121,6 @@ class TensorSource(ABC):
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored."""
 
-    @abstractmethod
-    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
-        """A tensor of numbers or flags, of exactly the dtype `stored` ("I64", "BOOL").
-
-        Raises:
-            CheckpointError: missing, or of another shape or dtype.
-        """
-
     def grouped_rows(self, name: str) -> Iterator[GroupedCodes] | None:  # noqa: ARG002 - plain numbers have no codes
         """One matrix as codes and scales, whole blocks of the kernel's rows at a time; None if it has none that the
         kernel takes.
@@ -235,7 +227,11 @@ class Weights(TensorSource):
 
     def _shards(self, index: Path) -> list[Path]:
         """The files that an index lists."""
-        self._index = self._read_index(index)
+        fields = Fields(read_json(index), str(index))
+        listed = fields.fields("weight_map")
+        if listed is None or not all(isinstance(shard, str) for shard in listed.raw.values()):
+            raise fields.refusal("weight_map", "an object that gives the file of every tensor")
+        self._index = dict(listed.raw)
         files = [checkpoint_file(self.folder, name) for name in sorted(set(self._index.values()))]
         for file in files:
             if not file.exists():
@@ -243,14 +239,6 @@ class Weights(TensorSource):
                     f"shard {file.name} is missing in {self.folder}; {index.name} lists it: download the folder again"
                 )
         return files
-
-    @staticmethod
-    def _read_index(path: Path) -> dict[str, str]:
-        fields = Fields(read_json(path), str(path))
-        index = fields.fields("weight_map")
-        if index is None or not all(isinstance(shard, str) for shard in index.raw.values()):
-            raise fields.refusal("weight_map", "an object that gives the file of every tensor")
-        return dict(index.raw)
 
     def take_head(self) -> None:
         """Take the output matrix for the embedding if there is none: of a tied pair safetensors' `save_model` keeps one
@@ -292,8 +280,7 @@ class Weights(TensorSource):
 
     def dtype(self, name: str) -> torch.dtype:
         """See `TensorSource`."""
-        self._require(name)
-        stored = self._about[name][1]
+        stored = self.stored(name)
         if stored not in _STORED:
             remedy = "take the checkpoint's float16 or bfloat16 version"
             raise CheckpointError(
@@ -307,7 +294,11 @@ class Weights(TensorSource):
         return self.part(name)
 
     def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
-        """See `TensorSource`."""
+        """A tensor of numbers or flags, of exactly the dtype `stored` ("I64", "BOOL").
+
+        Raises:
+            CheckpointError: missing, or of another shape or dtype.
+        """
         self._require(name)
         if self._about[name] != (shape, stored):
             found = f"{self._about[name][1]} {list(self.shape(name))}"

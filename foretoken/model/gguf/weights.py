@@ -143,14 +143,6 @@ class GgufWeights(TensorSource):
         """Some rows of a quantised matrix, in the file's order."""
         return grouped(self._bytes(info, start, stop), info.kind, (stop - start, info.shape[1]))
 
-    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:  # noqa: ARG002 - see TensorSource
-        """GGUF files of the families here have no tables of numbers or flags.
-
-        Raises:
-            CheckpointError: always.
-        """
-        raise CheckpointError(f"tensor {name} in {self.folder} is a table, which is not read from GGUF files")
-
     def check(self, config: ModelConfig, beside: frozenset[str] = frozenset()) -> None:
         """See `TensorSource`."""
         super().check(config, beside)

@@ -188,10 +188,6 @@ class PackedWeights(TensorSource):
         """See `TensorSource`."""
         return self._matrix(name, self._shapes[name]).why_numbers if name in self._packed else None
 
-    def read_table(self, name: str, shape: tuple[int, ...], stored: str) -> Tensor:
-        """See `TensorSource`."""
-        return self._files.read_table(name, shape, stored)
-
     def kinds(self) -> list[StoredKind]:
         """The types in which the tensors are stored, packed matrices by their format."""
         label_of: dict[str, str] = {}
