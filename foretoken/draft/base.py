@@ -45,16 +45,14 @@ class Feedback:
 
     def top_tokens(self, count: int) -> Tensor:
         """The `count` most probable tokens after every row, most probable first: [R, count]."""
-        return self._own(self.logits).topk(min(count, self.logits.shape[-1]), dim=-1).indices
+        own = self.logits[to_device(self.rows, self.logits.device)]
+        return own.topk(min(count, self.logits.shape[-1]), dim=-1).indices
 
     def after_probes(self) -> Tensor | None:
         """The most probable token after every probe of the draft: [P]; None when the target did not run them."""
         if self.probe_logits is None:
             return None
         return first_max(self.probe_logits)[to_device(self.probe_rows, self.probe_logits.device)]
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        return tensor[to_device(self.rows, tensor.device)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from cannot be checked here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -32,7 +31,7 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
     if not isinstance(draft, Draft):
         raise DraftError(f"propose returned {type(draft).__name__}, not a Draft")
     _check_layout(draft, len(entries))
-    figures = _mass_figures(draft, vocab_size)  # with the tokens: one transfer from a device
+    unsound, missed = _mass_faults(draft, vocab_size)  # with the tokens: one transfer from a device
     tokens = draft.host_tokens
     faults: dict[int, str] = {}
     for b, ((start, stop), entry) in enumerate(zip(pairwise(draft.offsets), entries, strict=True)):
@@ -43,8 +42,8 @@ def draft_faults(draft: object, entries: Sequence[BatchEntry], vocab_size: int) 
             faults[b] = fault
     if draft.probes is not None:
         _add_probe_faults(draft, entries, vocab_size, faults)
-    if figures is not None:
-        _add_mass_faults(draft, figures, faults)
+    if draft.mass is not None:
+        _add_mass_faults(draft, unsound, missed, faults)
         _add_chain_faults(draft, entries, faults)
     return faults
 
@@ -126,21 +125,13 @@ def _add_probe_faults(draft: Draft, entries: Sequence[BatchEntry], vocab_size: i
             faults.setdefault(b, f"probes: {fault}")
 
 
-@dataclass(frozen=True)
-class _MassFigures:
-    """Minimum [M] and sum [M] of each distribution, and of each node of `sampled` its token's mass."""
-
-    least: list[float]
-    sums: list[float]
-    sampled: list[int]
-    at_token: list[float]
-
-
-def _mass_figures(draft: Draft, vocab_size: int) -> _MassFigures | None:
-    """What decides whether a draft's distributions are sound, and the draft's tokens on the host; None without mass."""
+def _mass_faults(draft: Draft, vocab_size: int) -> tuple[set[int], set[int]]:
+    """Distributions that are no sub-probability mass, and sampled nodes whose token has none; the draft's tokens come
+    to the host with them.
+    """
     mass = draft.mass
     if mass is None:
-        return None
+        return set(), set()
     distributions = mass.distributions
     if (
         distributions.dtype not in (torch.float32, torch.float64)
@@ -165,14 +156,16 @@ def _mass_figures(draft: Draft, vocab_size: int) -> _MassFigures | None:
     if -1 in drawn_from:
         raise DraftError("a sampled token without its distribution")
     if not distributions.shape[0]:
-        return _MassFigures([], [], [], [])
+        return set(), set()
     rows, nodes = to_device([drawn_from, sampled], distributions.device)
     tokens = to_device(draft.tokens, distributions.device)
     at_token = distributions[rows, tokens[nodes] % vocab_size]
     least, sums, masses, known = to_host(distributions.amin(-1), distributions.sum(-1), at_token, tokens)
     if not draft.has_host_tokens:
         draft.with_host_tokens(known)
-    return _MassFigures(least, sums, sampled, masses)
+    figures = enumerate(zip(least, sums, strict=True))
+    unsound = {number for number, (low, whole) in figures if not (low >= 0 and whole <= 1 + _SUM_TOLERANCE)}
+    return unsound, {node for node, chance in zip(sampled, masses, strict=True) if not chance > 0}
 
 
 def _add_chain_faults(draft: Draft, entries: Sequence[BatchEntry], faults: dict[int, str]) -> None:
@@ -188,15 +181,8 @@ def _add_chain_faults(draft: Draft, entries: Sequence[BatchEntry], faults: dict[
             faults[b] = "a distribution beside a token that was not sampled, where the rule accepts chains only"
 
 
-def _add_mass_faults(draft: Draft, figures: _MassFigures, faults: dict[int, str]) -> None:
-    """Check that distributions are sub-probability mass, and not zero at tokens sampled from them."""
+def _add_mass_faults(draft: Draft, unsound: set[int], missed: set[int], faults: dict[int, str]) -> None:
     assert draft.mass is not None
-    unsound = {
-        distribution
-        for distribution, (low, whole) in enumerate(zip(figures.least, figures.sums, strict=True))
-        if not (low >= 0 and whole <= 1 + _SUM_TOLERANCE)
-    }
-    missed = {node for node, chance in zip(figures.sampled, figures.at_token, strict=True) if not chance > 0}
     if not unsound and not missed:
         return
     for b, (start, stop) in enumerate(pairwise(draft.offsets)):

@@ -28,7 +28,7 @@ from foretoken.draft.merging import RequestNodes, merge_drafts, ragged_draft
 from foretoken.draft.tree import OVERLAP, TreeShape, best_nodes, max_children, sampled_shape, share_level, static_shape
 from foretoken.model.interface import Segment
 from foretoken.text.randomness import Purpose
-from foretoken.text.sampling import draft_probs, without_broken
+from foretoken.text.sampling import draft_probs
 from foretoken.transfer import to_device, to_host
 from foretoken.verify.base import draw
 
@@ -170,9 +170,12 @@ def extend(growths: Sequence[Growth], logits: Tensor) -> None:
     """Grow every tree by a level, from the logits `[A, V]` after the nodes of their frontiers, tree by tree."""
     owners = [(growth, node) for growth in growths for node in growth.frontier]
     params = [growth.entry.request.params for growth, _ in owners]
-    # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
-    logits = without_broken(logits)
-    logits = _processed(growths, logits)
+    logits = chain.adjusted(
+        logits,
+        [growth.entry for growth in growths],
+        [len(growth.frontier) for growth in growths],
+        lambda number: [growths[number].path(node) for node in growths[number].frontier],
+    )
     probs = draft_probs(logits, params, [growth.entry.request.spec.draft_top_k for growth, _ in owners])  # [A, V]
     width = max(max_children(growth.branching, growth.level) for growth in growths)
     ranked = _ranked(owners, probs, width)
@@ -199,21 +202,6 @@ def assemble(name: str, device: torch.device, growths: Sequence[Growth]) -> Draf
         has_run = bool(growth.shape.parents)
         nodes.append(RequestNodes(parents, masses, [growth.sampled[node] for node in chosen], has_run))
     return ragged_draft(name, to_device(tokens, device), nodes)
-
-
-def _processed(growths: Sequence[Growth], logits: Tensor) -> Tensor:
-    """The requests' own processors on the draft's logits `[A, V]`, so that it obeys what the target must obey."""
-    if all(growth.entry.processors is None for growth in growths):
-        return logits
-    logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    row = 0
-    for growth in growths:
-        rows = slice(row, row + len(growth.frontier))
-        if growth.entry.processors is not None:
-            paths = [growth.path(node) for node in growth.frontier]
-            logits[rows] = growth.entry.processors.adjust(logits[rows], paths, is_draft=True)
-        row = rows.stop
-    return logits
 
 
 def _ranked(owners: Sequence[tuple[Growth, int]], probs: Tensor, width: int) -> list[Ranked]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from foretoken.config import SpecConfig
 from foretoken.core import Batch, BatchEntry, Draft, Request, Uniforms, Verdict, empty_draft
 from foretoken.draft.base import Factory, Feedback, ModelDrafter, Resets
-from foretoken.draft.chain import Chain, assemble, draft_numbers
+from foretoken.draft.chain import Chain, adjusted, assemble, draft_numbers
 from foretoken.draft.lookup_tree import EMPTY, Lookup
 from foretoken.draft.lookup_tree import assemble as assemble_trees
 from foretoken.draft.own_cache import OwnCache
@@ -32,7 +32,7 @@ from foretoken.errors import ConfigError
 from foretoken.kv.prefix import shared_length
 from foretoken.model.interface import LanguageModel, Segment
 from foretoken.text.randomness import Purpose
-from foretoken.text.sampling import draft_probs, without_broken
+from foretoken.text.sampling import draft_probs
 from foretoken.transfer import to_device, to_host
 from foretoken.verify import first_max, verify_batch
 
@@ -78,16 +78,6 @@ class _CascadeRequest:
         return self.entry.request.spec.configs[level]
 
 
-@dataclass(frozen=True)
-class _LevelProbs:
-    """What a level says of every row of a draft: the distribution `[R, V]` of the token that follows, and whether it is
-    sure enough to be drafted.
-    """
-
-    probs: Tensor
-    sure: list[bool]
-
-
 @dataclass
 class _LevelTokens:
     """Tokens of one level that follow `before`, provisional ones too: `most` of them, each with the distribution it was
@@ -101,17 +91,17 @@ class _LevelTokens:
     masses: list[Tensor | None] = field(default_factory=list)
     stopped: bool = False
 
-    def take(self, tokens: Sequence[int], rows: Sequence[int], level_probs: _LevelProbs) -> None:
+    def take(self, tokens: Sequence[int], rows: Sequence[int], probs: Tensor, sure: Sequence[bool]) -> None:
         """Append what a round emitted at `rows`, up to a place where the distribution is too unsure."""
         assert len(tokens) <= self.missing
         entry = self.course.entry
         a_point = entry.request.params.greedy or entry.noise is not None
         for token, row in zip(tokens, rows, strict=True):
-            if not level_probs.sure[row]:
+            if not sure[row]:
                 self.stopped = True
                 return
             self.tokens.append(token)
-            self.masses.append(None if a_point else level_probs.probs[row])
+            self.masses.append(None if a_point else probs[row])
 
     @property
     def sequence(self) -> int:
@@ -242,17 +232,16 @@ class CascadeDrafter:
         while growing := [run for run in runs if run.missing]:
             draft = self._draft_below(level, growing).on(here.model.device)
             segments, logits = self._forward(here, growing, draft)
-            level_probs = _level_probs(
-                growing, draft, logits, [run.course.part(level - len(self.levels)) for run in growing]
-            )
-            verdict = _judge(growing, draft, level_probs.probs)
+            parts = [run.course.part(level - len(self.levels)) for run in growing]
+            probs, sure = _level_probs(growing, draft, logits, parts)
+            verdict = _judge(growing, draft, probs)
             for b, (run, segment) in enumerate(zip(growing, segments, strict=True)):
                 here.model.commit(segment.sequence, segment.num_pending, verdict.paths[b])
                 here.ran[segment.sequence] = [*run.ahead, *verdict.accepted[b]]
                 drafted, kept = run.course.inner
                 run.course.inner = (drafted + draft.lengths[b], kept + len(verdict.accepted[b]))
                 rows = [draft.anchor_row(b) + row for row in (0, *(1 + node for node in verdict.paths[b]))]
-                run.take(verdict.emitted(b), rows, level_probs)
+                run.take(verdict.emitted(b), rows, probs, sure)
 
     def _draft_below(self, level: int, runs: Sequence[_LevelTokens]) -> Draft:
         if level > 0:
@@ -297,19 +286,16 @@ class CascadeDrafter:
 
 def _level_probs(
     runs: Sequence[_LevelTokens], draft: Draft, logits: Tensor, parts: Sequence[SpecConfig]
-) -> _LevelProbs:
-    """A level's distributions at all rows of `draft` from `logits` `[R, V]`, by request and by its `parts`."""
-    # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
-    logits = without_broken(logits)
-    if any(run.course.entry.processors is not None for run in runs):
-        logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    for b, run in enumerate(runs):
-        if run.course.entry.processors is not None:
-            rows = slice(draft.anchor_row(b), draft.anchor_row(b) + 1 + draft.lengths[b])
-            ahead = tuple(run.ahead)
-            logits[rows] = run.course.entry.processors.adjust(
-                logits[rows], [(*ahead, *path) for path in draft.paths(b)], is_draft=True
-            )
+) -> tuple[Tensor, list[bool]]:
+    """What a level says of every row of `draft`, from `logits` `[R, V]` and the `parts` of its requests: the
+    distribution `[R, V]` of the token that follows, and whether it is sure enough to be drafted.
+    """
+
+    def paths(b: int) -> list[tuple[int, ...]]:
+        ahead = tuple(runs[b].ahead)
+        return [(*ahead, *path) for path in draft.paths(b)]
+
+    logits = adjusted(logits, [run.course.entry for run in runs], [1 + length for length in draft.lengths], paths)
     owners = [b for b, length in enumerate(draft.lengths) for _ in range(1 + length)]  # [R]
     params = [runs[b].course.entry.request.params for b in owners]
     # [R, V]; temperature 1 where the request is greedy
@@ -320,7 +306,7 @@ def _level_probs(
         sure = to_host(probs.amax(-1) >= least)[0]
     greedy = to_device([row for row, choice in enumerate(params) if choice.greedy], probs.device)
     probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(-1, first_max(logits[greedy])[:, None], 1)
-    return _LevelProbs(probs, sure)
+    return probs, sure
 
 
 def _judge(runs: Sequence[_LevelTokens], draft: Draft, probs: Tensor) -> Verdict:

@@ -6,7 +6,7 @@ a coin (`draft_probability`). Only the coin changes the mass: where it may say n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,8 +69,7 @@ def extend(chains: list[Chain], logits: Tensor, vocabulary: DraftVocabulary | No
     is_likeliest = all(p.greedy for p in params) and not any(spec.min_confidence for spec in specs)
     if vocabulary is not None and not (is_likeliest and all(chain.entry.processors is None for chain in chains)):
         logits, vocabulary = vocabulary.expand(logits), None
-    # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
-    logits = _processed(chains, without_broken(logits))
+    logits = _processed(chains, logits)
     if is_likeliest:
         probs, chosen = None, first_max(logits)
         chosen = chosen if vocabulary is None else vocabulary.to_target(chosen)
@@ -92,16 +91,35 @@ def extend(chains: list[Chain], logits: Tensor, vocabulary: DraftVocabulary | No
 
 
 def _processed(chains: list[Chain], logits: Tensor) -> Tensor:
-    """The request's own processors on the draft's logits, so that it obeys what the target's tokens must obey."""
-    if all(chain.entry.processors is None for chain in chains):
+    processed = [i for i, chain in enumerate(chains) if chain.entry.processors is not None]
+    if not processed:
+        return without_broken(logits)
+    paths: dict[int, tuple[int, ...]] = dict.fromkeys(processed, ())
+    if chains[0].tokens:  # all chains that still grow are equally long
+        found = to_host(*(torch.stack(chains[i].tokens) for i in processed))
+        paths = {i: tuple(path) for i, path in zip(processed, found, strict=True)}
+    return adjusted(logits, [chain.entry for chain in chains], [1] * len(chains), lambda i: [paths[i]])
+
+
+def adjusted(
+    logits: Tensor,
+    entries: Sequence[BatchEntry],
+    num_rows: Sequence[int],
+    paths: Callable[[int], Sequence[tuple[int, ...]]],
+) -> Tensor:
+    """A draft's logits `[A, V]` as each request's own processors make them, so that it obeys what the target must obey:
+    `num_rows` of each of `entries`, behind the `paths` that are asked for by its number.
+    """
+    # A model that overflows drafts at random from here on: NaN in the mass would reach the target's residual.
+    logits = without_broken(logits)
+    if all(entry.processors is None for entry in entries):
         return logits
     logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    owners = [(i, chain.entry.processors) for i, chain in enumerate(chains) if chain.entry.processors is not None]
-    paths = [()] * len(owners)
-    if chains[0].tokens:  # all chains that still grow are equally long
-        paths = [tuple(path) for path in to_host(*(torch.stack(chains[i].tokens) for i, _ in owners))]
-    for (i, processors), path in zip(owners, paths, strict=True):
-        logits[i : i + 1] = processors.adjust(logits[i : i + 1], [path], is_draft=True)
+    stop = 0
+    for number, (entry, count) in enumerate(zip(entries, num_rows, strict=True)):
+        rows, stop = slice(stop, stop + count), stop + count
+        if entry.processors is not None:
+            logits[rows] = entry.processors.adjust(logits[rows], paths(number), is_draft=True)
     return logits
 
 

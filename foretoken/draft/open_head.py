@@ -277,10 +277,6 @@ def _deviations(theirs: _Scores, ours: _Scores, tokens: list[int]) -> float:
     return float(gains.mean() / gains.std()) * math.sqrt(len(gains)) if float(gains.std()) else 0.0
 
 
-def _share(predicted: Tensor, wanted: Tensor) -> float:
-    return float((predicted == wanted).float().mean()) if len(wanted) else 0.0
-
-
 def neighbours(head: Head) -> Iterator[tuple[str, Head]]:
     """Heads with the same weights and one likely mistake undone, each with its name."""
     for name, config in _other_configs(head.config):
@@ -334,5 +330,6 @@ def _shifted(head: Head, batch: HeadBatch, target: SharesWeights) -> list[tuple[
     ids: DraftVocabulary = head.vocabulary
     if not ids.is_whole:
         absolute = ids.ids - torch.arange(len(ids.ids), device=ids.ids.device)
-        found.append(("d2t read as token numbers, not offsets", _share(absolute[own], tokens[place.rows + 1])))
+        hits = (absolute[own] == tokens[place.rows + 1]).float()
+        found.append(("d2t read as token numbers, not offsets", float(hits.mean())))
     return found
