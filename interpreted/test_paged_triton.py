@@ -168,7 +168,7 @@ def test_padding_changes_no_bit() -> None:
     inputs, num_rows = ForwardInputs(work.positions, batch.write_slots.tolist()), len(batch.write_slots)
     shape = StepShape.of(num_rows, work, ())
     assert shape.rows > num_rows > len(work.merged) // MERGE_FIELDS
-    assert shape.tiles > work.num_tiles
+    assert shape.rows > work.num_tiles
     assert shape.parts > work.num_parts
     spare = int(batch.pool.keys[0][0, :, 0].isnan().nonzero()[0])
     numbers = torch.tensor([*shape.numbers(inputs, work, spare), *work.blocks], dtype=torch.int32)

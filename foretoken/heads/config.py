@@ -11,15 +11,26 @@ from foretoken.errors import ConfigError
 from foretoken.model.architecture import ModelConfig
 
 
+class _AnyConfig:
+    """What the configurations of all kinds answer."""
+
+    kind: ClassVar[str]  # its row of `heads.kinds.KINDS`
+
+    @property
+    def max_num_draft(self) -> int | None:
+        """The most tokens that it drafts in one round; None: it continues from its own draft."""
+        return None
+
+
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(_AnyConfig):
     """EAGLE-1/2 (`version=1`) or EAGLE-3 / 3.1 (`version=3`): decoder layers over the target's hidden states.
 
     `layer` is the shape of the head's own layers (`num_layers` of them; `vocab_size` is the target's). Version 1 reads
     the state behind the target's final norm, version 3 the three of `taps` (low, mid, high), fused.
     """
 
-    kind: ClassVar[str] = "eagle"  # its row of `heads.kinds.KINDS`
+    kind = "eagle"
     version: Literal[1, 3]
     layer: ModelConfig
     target_hidden_size: int
@@ -49,11 +60,6 @@ class EagleConfig:
         """What the literature calls it."""
         return "eagle3" if self.version == 3 else "eagle"
 
-    @property
-    def max_num_draft(self) -> int | None:
-        """The most tokens that it drafts in one round; None: it continues from its own draft."""
-        return None
-
     def __post_init__(self) -> None:
         _check_taps(self.taps, self.target_num_layers)
         if self.version == 1 and self.taps != (self.target_num_layers,):
@@ -61,14 +67,14 @@ class EagleConfig:
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(_AnyConfig):
     """Medusa heads, each `num_blocks` residual blocks and an output matrix over the last hidden state.
 
     With `is_sequential` (Hydra, Ankner et al. 2402.05109) head k, counted from 0, also sees the embeddings of the
     anchor and of the k draft tokens before its own. Without `has_own_output` the target's output matrix is used.
     """
 
-    kind: ClassVar[str] = "medusa"  # its row of `heads.kinds.KINDS`
+    kind = "medusa"
     hidden_size: int
     vocab_size: int
     target_num_layers: int
@@ -84,12 +90,12 @@ class MedusaConfig:
 
     @property
     def max_num_draft(self) -> int | None:
-        """See `EagleConfig.max_num_draft`."""
+        """See `EagleConfig`."""
         return self.num_heads
 
 
 @dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(_AnyConfig):
     """A block drafter (DFlash, DSpark): layers that see the target's states as more keys and values and draft
     `block_size` tokens in one pass.
 
@@ -98,7 +104,7 @@ class BlockConfig:
     rank `markov_rank` (0: none) adds W2 W1[token before] to each slot's logits.
     """
 
-    kind: ClassVar[str] = "block"  # its row of `heads.kinds.KINDS`
+    kind = "block"
     layer: ModelConfig
     target_hidden_size: int
     target_num_layers: int
@@ -128,15 +134,15 @@ class BlockConfig:
 
     @property
     def max_num_draft(self) -> int | None:
-        """See `EagleConfig.max_num_draft`."""
+        """See `EagleConfig`."""
         return self.num_places
 
 
 @dataclass(frozen=True)
-class ExitAdapterConfig:
+class ExitAdapterConfig(_AnyConfig):
     """An early-exit adapter: a gated MLP of `intermediate_size` over the residual stream after `exit_layer` layers."""
 
-    kind: ClassVar[str] = "early_exit"  # its row of `heads.kinds.KINDS`
+    kind = "early_exit"
     hidden_size: int
     vocab_size: int
     target_num_layers: int
@@ -155,11 +161,6 @@ class ExitAdapterConfig:
     def method(self) -> str:
         """See `EagleConfig.method`."""
         return "adapter"
-
-    @property
-    def max_num_draft(self) -> int | None:
-        """See `EagleConfig.max_num_draft`."""
-        return None
 
 
 HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitAdapterConfig

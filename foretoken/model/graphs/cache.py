@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import is_not
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -89,28 +89,24 @@ def buffer_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
         ) from error
 
 
-class StepGraphs(ABC):
-    """Graphs of one kind of step: `layers` over rows of `pool`, whose last slots, from `spare_slot` on, belong to no
-    sequence.
+_Shape = TypeVar("_Shape", bound=Hashable)
 
-    `steps` counts what was replayed, and what was not by the reason.
-    """
 
-    def __init__(self, layers: ModelConfig, pool: KVPool, block_size: int, spare_slot: int) -> None:
-        self.layers, self.pool, self.block_size, self.spare_slot = layers, pool, block_size, spare_slot
-        self._device = pool.keys[0].device
-        self.capture: Capture = CudaCapture(self._device)
+class CapturedSteps(ABC, Generic[_Shape]):
+    """Graphs of one kind of step by shape; `steps` counts what was replayed, and what was not by the reason."""
+
+    max_graphs: ClassVar[int] = MAX_GRAPHS
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.capture: Capture = CudaCapture(device)
         self.steps: Counter[str] = Counter()
-        self.tokens = self.buffer(dtype=torch.int64)
-        # Sequences may share blocks: their tables are longer than the pool then.
-        num_numbers = HEAD_NUMBERS + _TREE_NUMBERS + 2 * (spare_slot // block_size) + MAX_ROWS
-        self.block = buffer_of((num_numbers,), torch.int32, self._device)
-        self._graphs: dict[StepShape, Step] = {}
-        self._refused: dict[StepShape, str] = {}  # by the reason
+        self._graphs: dict[_Shape, Step] = {}
+        self._refused: dict[_Shape, str] = {}  # by the reason
         self._marks: tuple[object, ...] = ()
 
     @property
-    def shapes(self) -> Sequence[StepShape]:
+    def shapes(self) -> Sequence[_Shape]:
         """What graphs were captured for."""
         return tuple(self._graphs)
 
@@ -119,11 +115,45 @@ class StepGraphs(ABC):
         """Weights and tables that a step reads beside its inputs, which then lie where a graph will read them."""
 
     @abstractmethod
-    def step(self, shape: StepShape) -> None:
+    def step(self, shape: _Shape) -> None:
         """What is captured: it reads tensors that stay where they are, and writes into others that do.
 
         It is run several times before it is captured, each time with the same outcome.
         """
+
+    def graph_of(self, shape: _Shape) -> tuple[Step | None, str]:
+        """The graph for `shape`, captured when it is first wanted from its inputs as they lie; or why there is none."""
+        marks = self.read_beside()
+        if len(marks) != len(self._marks) or any(map(is_not, marks, self._marks)):
+            self._graphs.clear()
+            self._marks = marks
+        if shape in self._graphs:
+            return self._graphs[shape], REPLAYED
+        if shape in self._refused:
+            return None, self._refused[shape]
+        if len(self._graphs) == self.max_graphs:
+            return None, MANY_GRAPHS
+        try:
+            self._graphs[shape] = self.capture(lambda: self.step(shape))
+        except torch.OutOfMemoryError:
+            self._refused[shape] = NO_MEMORY
+        except NotCaptured as failure:
+            if FAILED not in self._refused.values():
+                tell_of(failure)
+            self._refused[shape] = FAILED
+        return self._graphs.get(shape), self._refused.get(shape, REPLAYED)
+
+
+class StepGraphs(CapturedSteps[StepShape]):
+    """Graphs of `layers` over rows of `pool`, whose last slots, from `spare_slot` on, belong to no sequence."""
+
+    def __init__(self, layers: ModelConfig, pool: KVPool, block_size: int, spare_slot: int) -> None:
+        super().__init__(pool.keys[0].device)
+        self.layers, self.pool, self.block_size, self.spare_slot = layers, pool, block_size, spare_slot
+        self.tokens = self.buffer(dtype=torch.int64)
+        # Sequences may share blocks: their tables are longer than the pool then.
+        num_numbers = HEAD_NUMBERS + _TREE_NUMBERS + 2 * (spare_slot // block_size) + MAX_ROWS
+        self.block = buffer_of((num_numbers,), torch.int32, self._device)
 
     def buffer(self, *size: int, dtype: torch.dtype) -> Tensor:
         """A row of `size` for each row of the largest bucket, which stays where it is.
@@ -164,7 +194,7 @@ class StepGraphs(ABC):
         if shape.places["tail"].start + len(work.blocks) + work.num_distances > len(self.block):
             return None, MANY_NUMBERS
         self._fill(shape, inputs, work, rows)
-        graph, reason = self._graph(shape)
+        graph, reason = self.graph_of(shape)
         if graph is None:
             return None, reason
         graph()
@@ -180,28 +210,6 @@ class StepGraphs(ABC):
         for buffer, values in rows:
             assert buffer.dtype == values.dtype
             buffer[: len(values)].copy_(values)
-
-    def _graph(self, shape: StepShape) -> tuple[Step | None, str]:
-        """The graph for `shape`, captured when it is first wanted, from the step that lies in the block."""
-        marks = self.read_beside()
-        if len(marks) != len(self._marks) or any(map(is_not, marks, self._marks)):
-            self._graphs.clear()
-            self._marks = marks
-        if shape in self._graphs:
-            return self._graphs[shape], REPLAYED
-        if shape in self._refused:
-            return None, self._refused[shape]
-        if len(self._graphs) == MAX_GRAPHS:
-            return None, MANY_GRAPHS
-        try:
-            self._graphs[shape] = self.capture(lambda: self.step(shape))
-        except torch.OutOfMemoryError:
-            self._refused[shape] = NO_MEMORY
-        except NotCaptured as failure:
-            if FAILED not in self._refused.values():
-                tell_of(failure)
-            self._refused[shape] = FAILED
-        return self._graphs.get(shape), self._refused.get(shape, REPLAYED)
 
 
 class GraphCache(StepGraphs):
@@ -240,7 +248,7 @@ class GraphCache(StepGraphs):
         short = [StepShape.of(rows, WorkNumbers(), taps) for rows in ROWS_AHEAD]
         for shape in (*short, StepShape.of(1, WorkNumbers(num_parts=2), taps)):
             self._fill(shape, ForwardInputs(), WorkNumbers(), [])
-            self._graph(shape)
+            self.graph_of(shape)
 
     def _make_room(self, taps: Sequence[int]) -> None:
         for layer in taps:

@@ -39,14 +39,9 @@ class StepShape:
         return cls(rows, parts, bool(work.distances), tuple(sorted(taps)))
 
     @property
-    def tiles(self) -> int:
-        """Tiles of the attention kernel, each of which has a row: those that a step lacks end at once."""
-        return self.rows
-
-    @property
     def places(self) -> Mapping[str, slice]:
         """Where each vector lies in the input block; block tables and distances of trees follow in `tail`."""
-        return _places(self.rows, self.tiles, self.num_merged)
+        return _places(self.rows, self.num_merged)
 
     @property
     def num_merged(self) -> int:
@@ -63,7 +58,7 @@ class StepShape:
             blocks=tail,
             positions=block[at["positions"]],
             distances=tail,
-            num_tiles=self.tiles,
+            num_tiles=self.rows,  # each has a row: those that a step lacks end at once
             num_parts=self.parts,
             num_merged=self.num_merged,
             num_part_rows=min(self.num_merged * self.parts, max_part_rows(num_heads)),
@@ -76,7 +71,7 @@ class StepShape:
         for place in range(5, len(segments), SEGMENT_FIELDS):  # distances stand behind all block tables
             if segments[place] >= 0:
                 segments[place] += len(work.blocks)
-        missing = self.tiles - work.num_tiles
+        missing = self.rows - work.num_tiles
         parts = {
             "positions": inputs.positions,
             "slots": [*inputs.slots, *([spare_slot] * (self.rows - len(inputs.slots)))],
@@ -94,11 +89,11 @@ class StepShape:
 
 
 @cache
-def _places(rows: int, tiles: int, num_merged: int) -> Mapping[str, slice]:
+def _places(rows: int, num_merged: int) -> Mapping[str, slice]:
     sizes = {
         **dict.fromkeys(("positions", "slots", "wanted", "tapped"), rows),
-        "segments": (tiles + 1) * SEGMENT_FIELDS,  # a tile has one segment; the last one is padding
-        "tiles": tiles * TILE_FIELDS,
+        "segments": (rows + 1) * SEGMENT_FIELDS,  # a tile has one segment; the last one is padding
+        "tiles": rows * TILE_FIELDS,
         "merged": num_merged * MERGE_FIELDS,
     }
     found, first = dict[str, slice](), 0
