@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from foretoken.errors import InputError
 from foretoken.params import check_text, plain_schema
-from foretoken.text.schema_numbers import NAMED, REMARKS, VALUES, check_numbers
+from foretoken.text.schema_numbers import VALUES, check_numbers, leaves, parts
 
 # Between the parts of a JSON text: a space, or a new line and its indentation. With "any white space", the library's
 # default, a model may write blank lines until its tokens run out. A schema may bring its own: {"x-guidance":
@@ -55,7 +55,7 @@ def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str)
     check_numbers(field, schema)
     options = schema.get("x-guidance", {})
     is_open = False
-    for one in _parts(schema):
+    for one in parts(schema):
         _leave_out_idle(one)
         _tighten_format(one)
         _check_min_properties(field, one)
@@ -71,22 +71,6 @@ def prepared_schema(field: str, value: Mapping[str, Any] | str, whitespace: str)
     if added or options:
         schema["x-guidance"] = added | options
     return schema
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema and those inside it; each may be changed before the next one is asked for."""
-    waiting: list[Any] = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, list):
-            waiting += one
-        elif isinstance(one, dict):
-            yield one
-            for key, value in one.items():
-                if key in NAMED and isinstance(value, dict):
-                    waiting += value.values()
-                elif key not in VALUES + REMARKS:
-                    waiting.append(value)
 
 
 def _leave_out_idle(one: dict[str, Any]) -> None:
@@ -166,12 +150,8 @@ def _names_some(one: dict[str, Any]) -> bool:
 
 def _check_escapes(field: str, schema: dict[str, Any]) -> None:
     """Refuse a value that cannot be written without escapes of the form \\u0001."""
-    for one in _parts(schema):
-        waiting = [one[word] for word in VALUES if word in one]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, list | dict):
-                waiting += value.values() if isinstance(value, dict) else value
-            elif isinstance(value, str) and _NEEDS_ESCAPE.search(value):
+    for one in parts(schema):
+        for value in leaves([one[word] for word in VALUES if word in one]):
+            if isinstance(value, str) and _NEEDS_ESCAPE.search(value):
                 remedy = "this control character is written only where all objects have additionalProperties: false"
                 raise InputError(field, value, remedy)

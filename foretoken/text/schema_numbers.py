@@ -7,7 +7,7 @@ in an `enum` would be written as another one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -35,30 +35,39 @@ def check_numbers(field: str, schema: object) -> None:
             raise InputError(field, f"{place}: {number}", f"no 64-bit float is this number; {remedy}")
 
 
-def _found(schema: object) -> Iterator[tuple[str, int | float]]:
-    """The numbers that answers are held to, each with its keyword."""
-    waiting: list[object] = [schema]
+def parts(schema: object) -> Iterator[dict[str, Any]]:
+    """The schema and those inside it; each may be changed before the next one is asked for."""
+    waiting: list[Any] = [schema]
     while waiting:
         one = waiting.pop()
         if isinstance(one, list):
             waiting += one
-        for key, value in one.items() if isinstance(one, Mapping) else ():
-            if key in NAMED and isinstance(value, Mapping):
-                waiting += value.values()
-            elif key in VALUES or key in _LOW + _HIGH:
-                yield from ((key, number) for number in _numbers(value))
-            elif key not in REMARKS:
-                waiting.append(value)
+        elif isinstance(one, dict):
+            yield one
+            for key, value in one.items():
+                if key in NAMED and isinstance(value, dict):
+                    waiting += value.values()
+                elif key not in VALUES + REMARKS:
+                    waiting.append(value)
 
 
-def _numbers(value: Any) -> Iterator[int | float]:  # noqa: ANN401 - a JSON value
+def leaves(value: Any) -> Iterator[Any]:  # noqa: ANN401 - a JSON value
+    """What stands in a JSON value and is no list or object."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, int | float) and not isinstance(one, bool):
+        if isinstance(one, list | dict):
+            waiting += one.values() if isinstance(one, dict) else one
+        else:
             yield one
-        elif isinstance(one, list | Mapping):
-            waiting += one.values() if isinstance(one, Mapping) else one
+
+
+def _found(schema: object) -> Iterator[tuple[str, int | float]]:
+    """The numbers that answers are held to, each with its keyword."""
+    for one in parts(schema):
+        for key in [key for key in one if key in VALUES + _LOW + _HIGH]:
+            numbers = (own for own in leaves(one[key]) if isinstance(own, int | float) and not isinstance(own, bool))
+            yield from ((key, own) for own in numbers)
 
 
 def _is_written(number: int | float) -> bool:
