@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_not
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,9 @@ from foretoken.kernels.experts_work import StackedExperts, StackedMixture
 from foretoken.kernels.launches import TRITON_DTYPES, has_triton
 from foretoken.model.expert_config import ClampedGate, ExpertsConfig
 from foretoken.model.layers import Linear
+
+if TYPE_CHECKING:
+    from foretoken.model.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -34,22 +37,12 @@ class ExpertParts:
     shared_gate: Tensor | None
 
 
-class ExpertLayer(Protocol):
-    """A layer of experts (`experts.Experts`)."""
-
-    def parts(self) -> ExpertParts:
-        """Its weights."""
-
-    def weight_marks(self) -> tuple[object, ...]:
-        """Others than before once weights were replaced."""
-
-
 def can_launch(at: Tensor) -> bool:
     """Whether there are kernels for rows and plain matrices like `at`."""
     return at.device.type == "cuda" and at.dtype in TRITON_DTYPES and has_triton()
 
 
-def launched(layer: ExpertLayer, x: Tensor) -> Tensor | None:
+def launched(layer: Experts, x: Tensor) -> Tensor | None:
     """`x` [T, D] through the experts of a layer, [T, D]; None where no kernel does it: in training, and for matrices
     that are packed or of another dtype.
     """
@@ -63,10 +56,10 @@ def launched(layer: ExpertLayer, x: Tensor) -> Tensor | None:
 
 
 _Kept = tuple[tuple[torch.dtype, torch.device], tuple[object, ...], StackedMixture | None]
-_MIXTURES: WeakKeyDictionary[ExpertLayer, _Kept] = WeakKeyDictionary()
+_MIXTURES: WeakKeyDictionary[Experts, _Kept] = WeakKeyDictionary()
 
 
-def stacked(layer: ExpertLayer, at: Tensor) -> StackedMixture | None:
+def stacked(layer: Experts, at: Tensor) -> StackedMixture | None:
     """The experts as the kernels read them for rows like `at`, made once for their weights."""
     kept = _MIXTURES.get(layer)
     if kept is None or kept[0] != (at.dtype, at.device) or any(map(is_not, kept[1], layer.weight_marks())):

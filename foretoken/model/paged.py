@@ -136,36 +136,14 @@ class PagedModel(PagedCache):
         self.vocab_size, self.num_layers = self.config.vocab_size, self.config.num_layers
         self.max_context_tokens, self.eos_token_ids = self.config.max_context_tokens, self.config.eos_token_ids
         self.num_parameters, self.logit_softcap = self.config.num_parameters, self.config.logit_softcap
+        self.weight_bytes, self.step_bytes = decoder.weight_bytes, decoder.step_bytes
+        self.expert_bytes, self.expert_share = decoder.expert_bytes, decoder.expert_share
+        self.weight_format = decoder.weight_format
         self.numerics = "strict" if self._is_exact or self.is_strict else "default"
         captures = takes_graphs(decoder, self.attention, self.cuts_rows)
         self.graphs = GraphCache(decoder, self.pool, block_size, self.capacity_tokens) if captures else None
         self._early: dict[int, EarlyRows] = {}
         assert self.dtype == weight.dtype or self._is_exact, "rows and cache of two formats"
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory that the weights take."""
-        return self.decoder.weight_bytes
-
-    @property
-    def step_bytes(self) -> int:
-        """Weights that a step of one token reads."""
-        return self.decoder.step_bytes
-
-    @property
-    def expert_bytes(self) -> int:
-        """See `interface.MixtureModel`."""
-        return self.decoder.expert_bytes
-
-    @property
-    def expert_share(self) -> float:
-        """See `interface.MixtureModel`."""
-        return self.decoder.expert_share
-
-    @property
-    def weight_format(self) -> str:
-        """See `interface.QuantisedModel`."""
-        return self.decoder.weight_format
 
     def twin(self) -> Self:
         """See `interface.TwinModel`."""
