@@ -180,9 +180,7 @@ class SpecConfig:
     options: Mapping[str, Any] = field(
         default=FrozenOptions(),
         metadata=_option(
-            "An option of the drafter, as NAME=VALUE; may be given several times.",
-            name="drafter_option",
-            repeats=True,
+            "An option of the drafter, as NAME=VALUE; may be given several times.", name="drafter_option", repeats=True
         ),
     )
     head: str | None = field(default=None, metadata=_option("A trained head of the target: a folder or a hub id."))
@@ -199,9 +197,7 @@ class SpecConfig:
         check_flag("allow_lossy", self.allow_lossy)
         if self.rule in LOSSY_RULES and not self.allow_lossy:
             raise ConfigError(
-                "rule",
-                self.rule,
-                "changes the target's distribution (lossy); set allow_lossy=True if you want that",
+                "rule", self.rule, "changes the target's distribution (lossy); set allow_lossy=True if you want that"
             )
         if self.num_draft != "auto":
             check_whole("num_draft", self.num_draft, low=0, high=1024)

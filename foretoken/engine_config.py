@@ -189,14 +189,11 @@ class EngineConfig:
     tensor_parallel: int = field(
         default=1,
         metadata=option(
-            "Processes among which the target's weights are divided.",
-            group=MODEL,
-            flags=("--tensor-parallel", "--tp"),
+            "Processes among which the target's weights are divided.", group=MODEL, flags=("--tensor-parallel", "--tp")
         ),
     )
     chat_template: Path | str | None = field(
-        default=None,
-        metadata=option("A Jinja chat template, used in place of the checkpoint's.", group=MODEL),
+        default=None, metadata=option("A Jinja chat template, used in place of the checkpoint's.", group=MODEL)
     )
 
     def __post_init__(self) -> None:

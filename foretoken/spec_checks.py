@@ -46,9 +46,7 @@ def only_for(spec: SpecConfig, field: str, value: object, takers: Sequence[str])
     remedy = f" (parts: {others}): name {named} among the parts" if others else f": name {named} as the drafter"
     either = " or ".join(filter(None, (", ".join(map(repr, takers[:-1])), repr(takers[-1]))))
     return ConfigError(
-        field,
-        value,
-        f"only drafter={either} takes it, not drafter={spec.drafter!r}{remedy}, or leave it out",
+        field, value, f"only drafter={either} takes it, not drafter={spec.drafter!r}{remedy}, or leave it out"
     )
 
 
@@ -59,9 +57,7 @@ def check_names(spec: SpecConfig) -> None:
         near = difflib.get_close_matches(asked, (*known_drafters(), PLAIN), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            "drafter",
-            spec.drafter,
-            f"{hint}choose one of {', '.join(known_drafters())}, or {PLAIN} for plain decoding",
+            "drafter", spec.drafter, f"{hint}choose one of {', '.join(known_drafters())}, or {PLAIN} for plain decoding"
         )
     if spec.draft is not None and (not isinstance(spec.draft, str) or not spec.draft):
         raise ConfigError("draft", spec.draft, f"must be {A_DRAFT}")
@@ -198,9 +194,7 @@ def _check_merged(spec: SpecConfig) -> None:
         )
     if any(part.tree != "chain" for part in others):
         raise ConfigError(
-            "tree",
-            others[0].tree,
-            "a mix merges other drafts with chains only; use it alone, or drafter='auto'",
+            "tree", others[0].tree, "a mix merges other drafts with chains only; use it alone, or drafter='auto'"
         )
 
 

@@ -182,10 +182,7 @@ class TextToEncode(msgspec.Struct, frozen=True):
     def of(cls, call: Call) -> TextToEncode:
         """The conversation of a call."""
         return cls(
-            messages=call.messages,
-            tools=call.tools,
-            template_options=call.template_options,
-            tenant=call.params.tenant,
+            messages=call.messages, tools=call.tools, template_options=call.template_options, tenant=call.params.tenant
         )
 
 

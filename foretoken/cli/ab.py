@@ -13,10 +13,7 @@ from foretoken.printing.console import Console
 
 
 @takes(AbOptions)
-def ab(
-    context: typer.Context,
-    as_json: JsonOption = False,
-) -> None:
+def ab(context: typer.Context, as_json: JsonOption = False) -> None:
     """Replay requests on two backends in turns, and say which is faster, with an interval that holds at every look.
 
     A and B get the same requests with the same seed. Ctrl-C reports what was measured until then.

@@ -16,10 +16,7 @@ from foretoken.params import check_number
 
 
 @takes(DiagnoseOptions)
-def diagnose(
-    context: typer.Context,
-    as_json: JsonOption = False,
-) -> None:
+def diagnose(context: typer.Context, as_json: JsonOption = False) -> None:
     """Say why the acceptance rate of a head or draft model is low, by trying repairs on the target's answers."""
     from foretoken.measure.diagnose.run import run_diagnose
 

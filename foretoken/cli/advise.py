@@ -11,11 +11,7 @@ from foretoken.measure.advise.options import AdviseOptions
 
 
 @takes(AdviseOptions)
-def advise(
-    context: typer.Context,
-    target: str = DEFAULT_MODEL,
-    as_json: JsonOption = False,
-) -> None:
+def advise(context: typer.Context, target: str = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
     """Say whether to speculate on your texts and load: with which drafter and how many tokens, and at what cost.
 
     Acceptance is measured on the prompts, steps at the numbers of requests at once; "don't" is an answer.

@@ -28,11 +28,7 @@ from foretoken.printing.console import Console
 
 
 @takes(LoadOptions)
-def load(
-    context: typer.Context,
-    target: str = DEFAULT_MODEL,
-    as_json: JsonOption = False,
-) -> None:
+def load(context: typer.Context, target: str = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
     """Measure throughput of whole batches; settings alternate in one run.
 
     With --url ADDRESS: requests to a server at random times, see `foretoken bench url --help`.
@@ -86,10 +82,7 @@ _OF_RATES = ("rate", "requests")  # options without effect on a trace
 
 
 @takes(UrlOptions)
-def url(
-    context: typer.Context,
-    as_json: JsonOption = False,
-) -> None:
+def url(context: typer.Context, as_json: JsonOption = False) -> None:
     """Measure latency, throughput and goodput of an OpenAI-compatible server under an open-loop load."""
     from foretoken.measure.url.run import run_url
 
@@ -141,10 +134,7 @@ app = typer.Typer(
 @app.command("speed", cls=EngineVerb)
 @takes(SpeedOptions)
 def speed(
-    context: typer.Context,
-    target: str = DEFAULT_MODEL,
-    drafters: str = DEFAULT_DRAFTERS,
-    as_json: JsonOption = False,
+    context: typer.Context, target: str = DEFAULT_MODEL, drafters: str = DEFAULT_DRAFTERS, as_json: JsonOption = False
 ) -> None:
     """Measure tokens per second, time per step and acceptance of one request at a time; settings alternate."""
     from foretoken.measure.speed.run import run_speed

@@ -11,10 +11,7 @@ from foretoken.measure.certify.options import CertifyOptions
 
 
 @takes(CertifyOptions)
-def certify(
-    context: typer.Context,
-    as_json: JsonOption = False,
-) -> None:
+def certify(context: typer.Context, as_json: JsonOption = False) -> None:
     """Check whether B, which speculates, gives the answers of A; exit code 5 if a check fails.
 
     Greedy answers, sampled ones, parameters, stop strings, JSON and calls, log-probabilities, streams and counts.

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli.common import (
-    DEFAULT_MODEL,
-    JsonOption,
-    engine_config,
-    fetch_models,
-    is_set,
-    print_json,
-    progress,
-)
+from foretoken.cli.common import DEFAULT_MODEL, JsonOption, engine_config, fetch_models, is_set, print_json, progress
 from foretoken.cli.exits import Terminated
 from foretoken.cli.flags import answering_spec, check_sources, config_from, takes
 from foretoken.config import DRAFTING, SamplingParams, SpecConfig

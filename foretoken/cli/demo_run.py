@@ -148,9 +148,7 @@ class DemoRun:
             self._answer(DemoPrompt("", "", WARM_UP), setting, _WARM_UP_TOKENS, None)
 
     def answers(
-        self,
-        prompts: Sequence[DemoPrompt],
-        begin: Callable[[DemoPrompt, str], OnStep | None],
+        self, prompts: Sequence[DemoPrompt], begin: Callable[[DemoPrompt, str], OnStep | None]
     ) -> Iterator[DemoAnswer]:
         """Every prompt with every setting; in every other prompt the last setting goes first, so that a machine that
         becomes faster or slower favours none. `begin` gets what comes, and may return a function for its steps.

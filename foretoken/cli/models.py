@@ -35,8 +35,7 @@ class _ModelsGroup(DefaultGroup):
 
 
 app = typer.Typer(
-    cls=_ModelsGroup,
-    help="Get, list and remove models: packaged ones, the hub's cache, or the folders given.",
+    cls=_ModelsGroup, help="Get, list and remove models: packaged ones, the hub's cache, or the folders given."
 )
 
 
@@ -86,8 +85,7 @@ def get(
 
 @app.command("remove", cls=Verb)
 def remove(
-    model: Annotated[list[str], typer.Argument(help=f"{', '.join(PACKAGED)}, or hub ids.")],
-    as_json: JsonOption = False,
+    model: Annotated[list[str], typer.Argument(help=f"{', '.join(PACKAGED)}, or hub ids.")], as_json: JsonOption = False
 ) -> None:
     """Delete downloaded models: packaged ones, and those in the hub's cache. Folders of your own are left alone."""
     from foretoken.model.packaged import remove_packaged
@@ -135,8 +133,7 @@ def _print_files(rows: Sequence[Mapping[str, object]], line: str, as_json: bool)
 
 @app.command("inspect", cls=EngineVerb)
 def inspect(
-    model: Annotated[str, typer.Argument(help="Folder, GGUF file or hub id.")],
-    as_json: JsonOption = False,
+    model: Annotated[str, typer.Argument(help="Folder, GGUF file or hub id.")], as_json: JsonOption = False
 ) -> None:
     """Print the number types of a checkpoint, how many bytes each takes, and how each is read."""
     from foretoken.model.loader import open_weights

@@ -46,11 +46,7 @@ if TYPE_CHECKING:
 @takes(RoutingRules)
 @takes(EngineConfig)
 @takes(ServerConfig)
-def serve(
-    context: typer.Context,
-    target: str = DEFAULT_MODEL,
-    as_json: JsonOption = False,
-) -> None:
+def serve(context: typer.Context, target: str = DEFAULT_MODEL, as_json: JsonOption = False) -> None:
     """Serve a model over an OpenAI-compatible HTTP interface; the default model is smollm2."""
     config, options = server_config(context.params), config_from(RayOptions, context.params)
     run = _runner(options)

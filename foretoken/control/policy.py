@@ -16,13 +16,7 @@ from functools import cache
 from itertools import compress
 
 from foretoken.control.acceptance import Acceptance
-from foretoken.control.budget import (
-    Allocation,
-    DraftSeconds,
-    StepSeconds,
-    TokenRate,
-    allocate,
-)
+from foretoken.control.budget import Allocation, DraftSeconds, StepSeconds, TokenRate, allocate
 from foretoken.control.candidates import (
     NO_DRAFT,
     Candidate,
@@ -293,7 +287,7 @@ class BudgetPolicy:
                     few(option) if option.drafter in unknown else option
                     for option in request.options
                     if unknown.get(option.drafter, request.request_id) == request.request_id
-                ),
+                )
             )
             if request.is_open
             else request

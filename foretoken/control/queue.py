@@ -47,9 +47,7 @@ class SchedulerConfig:
         metadata=_option("Most rows of a step: prompts, draft tokens, and one for each answer; without it, no limit."),
     )
     cache_reserve: float = field(  # who speculates grows by several tokens a step
-        default=0.15,
-        kw_only=True,
-        metadata=_option("Share of the cache that must stay free when a new answer begins."),
+        default=0.15, kw_only=True, metadata=_option("Share of the cache that must stay free when a new answer begins.")
     )
     aging_s: float = field(default=30.0, kw_only=True)
 

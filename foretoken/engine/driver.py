@@ -118,12 +118,7 @@ class Driver:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        turns: Turns,
-        name: str,
-        check_open: Callable[[], object],
-        conclude: Callable[[], None],
+        self, engine: Engine, turns: Turns, name: str, check_open: Callable[[], object], conclude: Callable[[], None]
     ) -> None:
         self.engine = engine
         self._turns, self._name, self._check_open, self._conclude = turns, name, check_open, conclude

@@ -21,15 +21,7 @@ from foretoken.engine.driver import Driver, OnStep, Owner, Turns
 from foretoken.engine.engine import Engine
 from foretoken.engine.observers import Trace, adapt
 from foretoken.engine.prompt_encoder import PromptEncoder
-from foretoken.engine.prompts import (
-    Conversation,
-    Message,
-    Prompt,
-    as_conversations,
-    as_prompt,
-    as_prompts,
-    per_prompt,
-)
+from foretoken.engine.prompts import Conversation, Message, Prompt, as_conversations, as_prompt, as_prompts, per_prompt
 from foretoken.engine.request import GenerateOutput, PreparedRequest, RequestState, collect, each_answer
 from foretoken.engine.shadow.shadow import Shadow
 from foretoken.engine.startup.known_costs import check_mode, seed_costs

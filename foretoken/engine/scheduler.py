@@ -106,8 +106,7 @@ class Scheduler(Queue[RequestState]):
         """Queue a new request."""
         params = state.request.params
         self.enqueue(
-            state,
-            urgency(state.request_id, state.arrived_s, params.priority, params.deadline_s, self.config.aging_s),
+            state, urgency(state.request_id, state.arrived_s, params.priority, params.deadline_s, self.config.aging_s)
         )
 
     def worst_case_tokens(self, state: RequestState) -> int:

@@ -17,16 +17,7 @@ from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.scale.options import BATCHES, QUEUED_TOKENS
 from foretoken.server.config import ServerConfig
 from foretoken.server.life.supervisor import CanaryAnswer, ask_canary, difference
-from foretoken.server.life.wire import (
-    Cancel,
-    Channel,
-    Command,
-    Happened,
-    Message,
-    Over,
-    Returned,
-    packed,
-)
+from foretoken.server.life.wire import Cancel, Channel, Command, Happened, Message, Over, Returned, packed
 from foretoken.server.life.worker import READ_BYTES, refused, value_of
 from foretoken.server.receiving import open_stream
 

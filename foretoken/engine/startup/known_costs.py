@@ -82,12 +82,7 @@ def seed_costs(
 
 
 def load_costs(
-    mode: str,
-    target: LanguageModel,
-    name: str,
-    made: Sequence[Made],
-    is_open: bool,
-    tell: Callable[[str], None],
+    mode: str, target: LanguageModel, name: str, made: Sequence[Made], is_open: bool, tell: Callable[[str], None]
 ) -> KnownCosts:
     """The costs of an idle `target`, called `name`, and of the drafters `made`, as `mode` (`check_mode`) says.
 
@@ -119,12 +114,7 @@ def load_costs(
 
 
 def _measured(
-    mode: str,
-    target: LanguageModel,
-    name: str,
-    drafters: Mapping[str, Made],
-    path: Path,
-    tell: Callable[[str], None],
+    mode: str, target: LanguageModel, name: str, drafters: Mapping[str, Made], path: Path, tell: Callable[[str], None]
 ) -> KnownCosts:
     told: list[float] = []
 

@@ -27,16 +27,7 @@ from foretoken.machine.process import import_path
 from foretoken.machine.threads import names_waiting, sleeping
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.life.remote import RemoteBackend
-from foretoken.server.life.wire import (
-    Beat,
-    Channel,
-    Loaded,
-    LoadEngine,
-    Message,
-    NotLoaded,
-    from_wire,
-    plain,
-)
+from foretoken.server.life.wire import Beat, Channel, Loaded, LoadEngine, Message, NotLoaded, from_wire, plain
 from foretoken.server.receiving import open_stream
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "foretoken.server.life.worker")

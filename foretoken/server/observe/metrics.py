@@ -151,11 +151,7 @@ class ServerMetrics(Collector):
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        config: ObserveConfig,
-        history: History | None = None,
-        log: FiguresWriter | None = None,
+        self, backend: Backend, config: ObserveConfig, history: History | None = None, log: FiguresWriter | None = None
     ) -> None:
         self._backend, self._config, self._history, self._log = backend, config, history, log
         self._registry = CollectorRegistry()

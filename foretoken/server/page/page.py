@@ -21,15 +21,7 @@ from foretoken.server.api.speculation import offered_specs
 
 _SHOWN = ("name", "max_model_len", "has_tokenizer", "has_chat_template")  # of the model
 # In the order of their imports: what a file needs comes before it.
-SCRIPTS = (
-    "stream.js",
-    "tokens.js",
-    "dom.js",
-    "answer.js",
-    "settings.js",
-    "board.js",
-    "app.js",
-)
+SCRIPTS = ("stream.js", "tokens.js", "dom.js", "answer.js", "settings.js", "board.js", "app.js")
 _IMPORT = re.compile(r"^import .*;\n", flags=re.MULTILINE)
 _EXPORT = re.compile(r"^export ", flags=re.MULTILINE)
 
@@ -37,11 +29,7 @@ _EXPORT = re.compile(r"^export ", flags=re.MULTILINE)
 def page_router() -> APIRouter:
     """A router that serves the page; it is read from the package once."""
     html, policy = document(), content_policy()
-    headers = {
-        "content-security-policy": policy,
-        "cache-control": "no-cache",
-        "referrer-policy": "no-referrer",
-    }
+    headers = {"content-security-policy": policy, "cache-control": "no-cache", "referrer-policy": "no-referrer"}
     router = APIRouter()
 
     @router.get("/", include_in_schema=False)
