@@ -6,12 +6,12 @@ Every field is honoured exactly or refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError
-from foretoken.option import check_fields, option
+from foretoken.option import Settings, check_fields
 from foretoken.params import SamplingParams as SamplingParams
 from foretoken.params import check_flag, check_no_arrays, check_whole
 from foretoken.registry import DRAFTERS as DRAFTERS
@@ -51,7 +51,7 @@ COMPOSITES: tuple[str, ...] = tuple(name for name, traits in DRAFTERS.items() if
 
 DRAFTING = "Drafting"  # the group of these options
 
-_option = partial(option, group=DRAFTING)
+_setting = Settings(DRAFTING)
 
 
 def _drafters_help() -> str:
@@ -118,72 +118,56 @@ class SpecConfig:
       `suffix`, `draft_model` where there is a draft, and the drafter of a `head`, by default.
     """
 
-    drafter: str | None = field(default=None, metadata=_option(_drafters_help))
-    draft: str | None = field(
-        default=None, metadata=_option("The draft model for --drafter draft_model: a folder, a GGUF file or a hub id.")
+    drafter: str | None = _setting(None, _drafters_help)
+    draft: str | None = _setting(None, "The draft model for --drafter draft_model: a folder, a GGUF file or a hub id.")
+    num_draft: int | Literal["auto"] = _setting("auto", "How many tokens to draft per step: a number, or auto.")
+    rule: str = _setting("auto", "Verification rule: {choices}.", choices=RULES)
+    allow_lossy: bool = _setting(False, "Allow a rule that changes the target's distribution (typical).")
+    draft_probability: float | Literal["auto"] = _setting(
+        1.0, "Chance that a position is drafted at all: a number in (0, 1], or auto."
     )
-    num_draft: int | Literal["auto"] = field(
-        default="auto", metadata=_option("How many tokens to draft per step: a number, or auto.")
+    min_confidence: float = _setting(
+        0.0, "Stop drafting where the draft's most likely token has a lower probability than this."
     )
-    rule: str = field(default="auto", metadata=_option("Verification rule: {choices}.", choices=RULES))
-    allow_lossy: bool = field(
-        default=False, metadata=_option("Allow a rule that changes the target's distribution (typical).")
+    draft_top_k: int = _setting(0, "Draft from the draft model's k most likely tokens; 0 = all.")
+    draft_dtype: str = _setting(
+        "auto", "Format of a draft model's or head's weights: {choices}; auto follows the target.", choices=DRAFT_DTYPES
     )
-    draft_probability: float | Literal["auto"] = field(
-        default=1.0, metadata=_option("Chance that a position is drafted at all: a number in (0, 1], or auto.")
+    draft_vocabulary: str = _setting(
+        "auto",
+        "How to use a draft model with another tokenizer than the target's: {choices}.",
+        choices=DRAFT_VOCABULARIES,
     )
-    min_confidence: float = field(
-        default=0.0,
-        metadata=_option("Stop drafting where the draft's most likely token has a lower probability than this."),
+    corpus: str | None = _setting(None, "A text file to draft from, for --drafter suffix.")
+    ngram_table: str = _setting(
+        PACKAGED_TABLE,
+        f"The target's n-gram table, for --drafter suffix and auto: a file, {PACKAGED_TABLE} (the package's own "
+        f"where it has one for this tokenizer), or {NO_TABLE}.",
     )
-    draft_top_k: int = field(default=0, metadata=_option("Draft from the draft model's k most likely tokens; 0 = all."))
-    draft_dtype: str = field(
-        default="auto",
-        metadata=_option(
-            "Format of a draft model's or head's weights: {choices}; auto follows the target.", choices=DRAFT_DTYPES
-        ),
+    exit_layer: int | Literal["auto"] = _setting(
+        "auto", "Layers that draft, for --drafter early_exit: a number, or auto."
     )
-    draft_vocabulary: str = field(
-        default="auto",
-        metadata=_option(
-            "How to use a draft model with another tokenizer than the target's: {choices}.", choices=DRAFT_VOCABULARIES
-        ),
+    skip_layers: Sequence[int] | Literal["auto"] | None = _setting(
+        None, "Layers to draft without, for --drafter early_exit: 2,3,5, or auto."
     )
-    corpus: str | None = field(default=None, metadata=_option("A text file to draft from, for --drafter suffix."))
-    ngram_table: str = field(
-        default=PACKAGED_TABLE,
-        metadata=_option(
-            f"The target's n-gram table, for --drafter suffix and auto: a file, {PACKAGED_TABLE} (the package's own "
-            f"where it has one for this tokenizer), or {NO_TABLE}."
-        ),
+    parts: Sequence[str | SpecConfig] = _setting(
+        (), f"Drafters that {' or '.join(COMPOSITES)} works with: a,b,c, cheapest first."
     )
-    exit_layer: int | Literal["auto"] = field(
-        default="auto", metadata=_option("Layers that draft, for --drafter early_exit: a number, or auto.")
+    lookahead_window: int | Literal["auto"] = _setting(
+        "auto", "Columns of the window of --drafter lookahead: a number, or auto."
     )
-    skip_layers: Sequence[int] | Literal["auto"] | None = field(
-        default=None, metadata=_option("Layers to draft without, for --drafter early_exit: 2,3,5, or auto.")
+    lookahead_ngram: int = _setting(3, "Length of the n-grams of --drafter lookahead.")
+    tree: str = _setting("chain", "The shape of a draft model's draft: {choices}.", choices=TREES)
+    branching: int | Sequence[int] | None = _setting(
+        None, "Most children of a draft token in a tree: a number, or one for each depth, such as 4,2,1."
     )
-    parts: Sequence[str | SpecConfig] = field(
-        default=(), metadata=_option(f"Drafters that {' or '.join(COMPOSITES)} works with: a,b,c, cheapest first.")
+    options: Mapping[str, Any] = _setting(
+        FrozenOptions(),
+        "An option of the drafter, as NAME=VALUE; may be given several times.",
+        name="drafter_option",
+        repeats=True,
     )
-    lookahead_window: int | Literal["auto"] = field(
-        default="auto", metadata=_option("Columns of the window of --drafter lookahead: a number, or auto.")
-    )
-    lookahead_ngram: int = field(default=3, metadata=_option("Length of the n-grams of --drafter lookahead."))
-    tree: str = field(
-        default="chain", metadata=_option("The shape of a draft model's draft: {choices}.", choices=TREES)
-    )
-    branching: int | Sequence[int] | None = field(
-        default=None,
-        metadata=_option("Most children of a draft token in a tree: a number, or one for each depth, such as 4,2,1."),
-    )
-    options: Mapping[str, Any] = field(
-        default=FrozenOptions(),
-        metadata=_option(
-            "An option of the drafter, as NAME=VALUE; may be given several times.", name="drafter_option", repeats=True
-        ),
-    )
-    head: str | None = field(default=None, metadata=_option("A trained head of the target: a folder or a hub id."))
+    head: str | None = _setting(None, "A trained head of the target: a folder or a hub id.")
     head_kind: str = "auto"
 
     def __post_init__(self) -> None:

@@ -18,13 +18,14 @@ from foretoken.control.queue import SchedulerConfig
 from foretoken.control.routing import RoutingRules
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import from_mapping
-from foretoken.option import check_fields, option, same_option
+from foretoken.option import Settings, check_fields, option, same_option
 from foretoken.params import check_limits, check_no_arrays, check_share, check_text, check_threads, check_whole
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Groups of these options; a verb takes those that it reads.
 MODEL = "Model"
 OBSERVATION = "Observation"
+_model, _observation, _drafting = Settings(MODEL), Settings(OBSERVATION), Settings(DRAFTING)
 
 
 def _check_device(name: str, value: object) -> None:
@@ -114,28 +115,17 @@ class EngineConfig:
         )
     )
     spec: SpecConfig | None = None
-    dtype: str = field(
-        default="auto",
-        metadata=option(
-            "Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", group=MODEL, choices=DTYPES
-        ),
+    dtype: str = _model(
+        "auto", "Format of the weights: auto (as stored), bfloat16, float16, float32, float64.", choices=DTYPES
     )
-    device: str = field(
-        default="auto", metadata=option("Device to run on: auto, cpu, cuda, cuda:N.", group=MODEL, valid=_check_device)
+    device: str = _model("auto", "Device to run on: auto, cpu, cuda, cuda:N.", valid=_check_device)
+    cache_tokens: int | None = _model(
+        None, "Tokens that the key/value cache holds; without it, enough for one whole context."
     )
-    cache_tokens: int | None = field(
-        default=None,
-        metadata=option(
-            "Tokens that the key/value cache holds; without it, enough for one whole context.", group=MODEL
-        ),
-    )
-    cache_dtype: str = field(
-        default="auto",
-        metadata=option(
-            "Format of keys and values: {choices}; auto is float16 with quantised weights on a CPU.",
-            group=MODEL,
-            choices=CACHE_DTYPES,
-        ),
+    cache_dtype: str = _model(
+        "auto",
+        "Format of keys and values: {choices}; auto is float16 with quantised weights on a CPU.",
+        choices=CACHE_DTYPES,
     )
     max_batch_size: int = field(
         default=SchedulerConfig.max_batch_size, metadata=same_option(SchedulerConfig, "max_batch_size")
@@ -149,52 +139,32 @@ class EngineConfig:
     cache_reserve: float = field(
         default=SchedulerConfig.cache_reserve, metadata=same_option(SchedulerConfig, "cache_reserve")
     )
-    numerics: str = field(
-        default="default",
-        metadata=option(
-            "default, or strict: logits bitwise the same however rows are batched.", group=MODEL, choices=NUMERICS
-        ),
+    numerics: str = _model(
+        "default", "default, or strict: logits bitwise the same however rows are batched.", choices=NUMERICS
     )
-    trace: Path | str | None = field(
-        default=None, metadata=option("Append one line per event to this .jsonl file.", group=OBSERVATION)
-    )
-    shadow_rate: float = field(
-        default=0.0,
-        metadata=option(
-            "Share of answers that the target scores again, to check their distribution.", group=OBSERVATION
-        ),
+    trace: Path | str | None = _observation(None, "Append one line per event to this .jsonl file.")  # noqa: RUF009
+    shadow_rate: float = _observation(
+        0.0, "Share of answers that the target scores again, to check their distribution."
     )
     routing: RoutingRules | None = None
-    profile: str | Path = field(
-        default="auto",
-        metadata=option(
-            "Cost profile of steps: auto (stored by an earlier start, or measured now), off, measure, or a file of "
-            "bench profile.",
-            group=DRAFTING,
-            name="cost_profile",
-        ),
+    profile: str | Path = _drafting(  # noqa: RUF009
+        "auto",
+        "Cost profile of steps: auto (stored by an earlier start, or measured now), off, measure, or a file of "
+        "bench profile.",
+        name="cost_profile",
     )
-    adapt: AdaptConfig | bool = field(
-        default=False,
-        metadata=option("Let the trained head of --head learn from what is served, in memory only.", group=DRAFTING),
+    adapt: AdaptConfig | bool = _drafting(  # noqa: RUF009
+        False, "Let the trained head of --head learn from what is served, in memory only."
     )
-    weights: str = field(
-        default="auto",
-        metadata=option(
-            "Format of the target's matrices: auto (as in the checkpoint), or int8, int4 (quantised at load, CPU).",
-            group=MODEL,
-            choices=WEIGHTS,
-        ),
+    weights: str = _model(
+        "auto",
+        "Format of the target's matrices: auto (as in the checkpoint), or int8, int4 (quantised at load, CPU).",
+        choices=WEIGHTS,
     )
-    tensor_parallel: int = field(
-        default=1,
-        metadata=option(
-            "Processes among which the target's weights are divided.", group=MODEL, flags=("--tensor-parallel", "--tp")
-        ),
+    tensor_parallel: int = _model(
+        1, "Processes among which the target's weights are divided.", flags=("--tensor-parallel", "--tp")
     )
-    chat_template: Path | str | None = field(
-        default=None, metadata=option("A Jinja chat template, used in place of the checkpoint's.", group=MODEL)
-    )
+    chat_template: Path | str | None = _model(None, "A Jinja chat template, used in place of the checkpoint's.")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         check_no_arrays(self)

@@ -7,13 +7,14 @@ their choices by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields
-from typing import Any, ParamSpec
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ParamSpec, TypeVar
 
 from foretoken.errors import ConfigError
 
 _KEY = "option"
 _P = ParamSpec("_P")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,35 @@ def _as_metadata(make: Callable[_P, Option]) -> Callable[_P, Mapping[str, Option
 option = _as_metadata(Option)  # the metadata of a field: field(default=..., metadata=option("Help."))
 
 
+class Settings:
+    """Makes fields that are set from outside, all of one `group`: `name: type = settings(default, "Help.")`."""
+
+    def __init__(self, group: str = "") -> None:
+        self.group = group
+
+    def __call__(
+        self,
+        default: _Value,
+        help_: str | Callable[[], str],
+        *,
+        repr: bool = True,
+        **more: Any,  # noqa: ANN401 - further fields of `Option`
+    ) -> _Value:
+        """A field of a dataclass with this default; `repr` as `dataclasses.field` has it."""
+        return field(default=default, repr=repr, metadata=option(help_, group=self.group, **more))
+
+
 def same_option(kind: type, name: str) -> Mapping[str, Option]:
     """Metadata of a field that is set as the field `name` of the configuration `kind` is."""
-    (found,) = (field for field in fields(kind) if field.name == name)
+    (found,) = (one for one in fields(kind) if one.name == name)
     return {_KEY: found.metadata[_KEY]}
 
 
 def options_of(kind: type) -> Iterator[tuple[Field[Any], Option]]:
     """The fields of a configuration that are set from outside, in their order."""
-    for field in fields(kind):
-        if _KEY in field.metadata:
-            yield field, field.metadata[_KEY]
+    for one in fields(kind):
+        if _KEY in one.metadata:
+            yield one, one.metadata[_KEY]
 
 
 def setting_name(field: Field[Any]) -> str:
@@ -91,7 +110,7 @@ def check_fields(config: object) -> None:
     Raises:
         InputError: names the field.
     """
-    for field, one in options_of(type(config)):
-        value = getattr(config, field.name)
-        if value is not None or field.default is not None:
-            one.check(field.name, value)
+    for own, one in options_of(type(config)):
+        value = getattr(config, own.name)
+        if value is not None or own.default is not None:
+            one.check(own.name, value)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError, InputError
-from foretoken.option import option
+from foretoken.option import Settings
 
 TEMPERATURES = (0.0, 100.0)
 PRIORITIES = (-100, 100)
@@ -47,8 +46,7 @@ def _parse_bias(name: str, entry: str) -> tuple[int, float]:
         raise InputError(name, entry, "must be a token id, an equals sign and a number, such as 42=-100") from None
 
 
-_sampling = partial(option, group=SAMPLING)
-_answer = partial(option, group=ANSWER)
+_sampling, _answer = Settings(SAMPLING), Settings(ANSWER)
 
 
 @dataclass(frozen=True)
@@ -86,77 +84,49 @@ class SamplingParams:
       earlier requests of the same name.
     """
 
-    max_tokens: int = field(default=64, metadata=_sampling("Longest answer, in tokens."))
-    temperature: float = field(
-        default=0.0, metadata=_sampling("0 takes the most likely token; 1 samples the model's own distribution.")
-    )
-    top_p: float = field(
-        default=1.0, metadata=_sampling("Sample from the smallest set of tokens that holds this probability.")
-    )
-    top_k: int = field(default=0, metadata=_sampling("Sample from the k most likely tokens; 0 = all."))
-    min_p: float = field(
-        default=0.0,
-        metadata=_sampling("Drop tokens less likely than this share of the most likely token's probability."),
-    )
-    seed: int | None = field(default=None, metadata=_sampling("Repeat the same random choices."))
-    stop: str | Sequence[str] | None = field(
-        default=(), metadata=_sampling("Stop before this text; may be given several times.", repeats=True)
-    )
+    max_tokens: int = _sampling(64, "Longest answer, in tokens.")
+    temperature: float = _sampling(0.0, "0 takes the most likely token; 1 samples the model's own distribution.")
+    top_p: float = _sampling(1.0, "Sample from the smallest set of tokens that holds this probability.")
+    top_k: int = _sampling(0, "Sample from the k most likely tokens; 0 = all.")
+    min_p: float = _sampling(0.0, "Drop tokens less likely than this share of the most likely token's probability.")
+    seed: int | None = _sampling(None, "Repeat the same random choices.")
+    stop: str | Sequence[str] | None = _sampling((), "Stop before this text; may be given several times.", repeats=True)
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    ignore_eos: bool = field(default=False, metadata=_sampling("Continue after an end-of-text token."))
-    presence_penalty: float = field(
-        default=0.0, metadata=_sampling("Subtracted from the logit of every token that is already in the answer.")
+    ignore_eos: bool = _sampling(False, "Continue after an end-of-text token.")
+    presence_penalty: float = _sampling(0.0, "Subtracted from the logit of every token that is already in the answer.")
+    frequency_penalty: float = _sampling(0.0, "Subtracted from a token's logit once for each time it is in the answer.")
+    repetition_penalty: float = _sampling(1.0, "Divides the logits of tokens in prompt and answer; 1 = off.")
+    logit_bias: Mapping[int, float] | None = _sampling(
+        None, "ID=VALUE added to a token's logit; may be given several times.", repeats=True, read=parse_biases
     )
-    frequency_penalty: float = field(
-        default=0.0, metadata=_sampling("Subtracted from a token's logit once for each time it is in the answer.")
-    )
-    repetition_penalty: float = field(
-        default=1.0, metadata=_sampling("Divides the logits of tokens in prompt and answer; 1 = off.")
-    )
-    logit_bias: Mapping[int, float] | None = field(
-        default=None,
-        metadata=_sampling(
-            "ID=VALUE added to a token's logit; may be given several times.", repeats=True, read=parse_biases
-        ),
-    )
-    bad_words: Sequence[str | Sequence[int]] = field(
-        default=(),
-        metadata=_sampling(
-            "A text that must not appear in the answer, not even inside a word; may be given several times.",
-            name="bad_word",
-            repeats=True,
-        ),
+    bad_words: Sequence[str | Sequence[int]] = _sampling(
+        (),
+        "A text that must not appear in the answer, not even inside a word; may be given several times.",
+        name="bad_word",
+        repeats=True,
     )
     allowed_token_ids: Sequence[int] | None = None
-    min_tokens: int = field(default=0, metadata=_sampling("Shortest answer, in tokens."))
-    n: int = field(default=1, metadata=_answer("Answers to draw."))
-    logprobs: int | None = field(
-        default=None,
-        metadata=_answer("Report log-probabilities of each token and of this many most likely alternatives."),
+    min_tokens: int = _sampling(0, "Shortest answer, in tokens.")
+    n: int = _answer(1, "Answers to draw.")
+    logprobs: int | None = _answer(
+        None, "Report log-probabilities of each token and of this many most likely alternatives."
     )
     logprobs_of: Literal["distribution", "model"] = "distribution"
     logprob_token_ids: Sequence[int] = ()
-    prompt_logprobs: int | None = field(
-        default=None, metadata=_answer("The same for the prompt's tokens, under the model's own distribution.")
+    prompt_logprobs: int | None = _answer(None, "The same for the prompt's tokens, under the model's own distribution.")
+    json_schema: Mapping[str, Any] | str | None = _answer(
+        None, "Constrain the answer to this JSON schema: the text, @FILE, or -."
     )
-    json_schema: Mapping[str, Any] | str | None = field(
-        default=None, metadata=_answer("Constrain the answer to this JSON schema: the text, @FILE, or -.")
+    regex: str | None = _answer(None, "Constrain the answer to this regular expression.")
+    grammar: str | None = _answer(None, "Constrain the answer to this Lark grammar: the text, @FILE, or -.")
+    priority: int = _answer(0, "Smaller is served earlier.")
+    deadline_s: float | None = _answer(
+        None, "Seconds within which the answer is wanted; requests are ordered by it.", flags=("--deadline",)
     )
-    regex: str | None = field(default=None, metadata=_answer("Constrain the answer to this regular expression."))
-    grammar: str | None = field(
-        default=None, metadata=_answer("Constrain the answer to this Lark grammar: the text, @FILE, or -.")
-    )
-    priority: int = field(default=0, metadata=_answer("Smaller is served earlier."))
-    deadline_s: float | None = field(
-        default=None,
-        metadata=_answer(
-            "Seconds within which the answer is wanted; requests are ordered by it.", flags=("--deadline",)
-        ),
-    )
-    prediction: str | Sequence[int] | None = field(
-        default=None, metadata=_answer("The answer you expect, for --drafter predicted: the text, @FILE, or -.")
+    prediction: str | Sequence[int] | None = _answer(
+        None, "The answer you expect, for --drafter predicted: the text, @FILE, or -."
     )
     tenant: str = ""
     slice: str = ""

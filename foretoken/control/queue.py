@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from foretoken.control.candidates import NO_DRAFT, DraftBudget
 from foretoken.errors import ConfigError
-from foretoken.option import option
+from foretoken.option import Settings
 
 Urgency = tuple[int, float, int]  # smaller is served earlier: level, when the answer is wanted, order of arrival
 Footprint = Callable[[int], int]
@@ -23,7 +22,7 @@ Footprint = Callable[[int], int]
 # A quarter: of a step's rows that prompts get at least, of the prompts' rows that short ones may take from the first.
 _SHARE = 4
 BATCHES = "Batches"  # the group of the scheduler's options
-_option = partial(option, group=BATCHES)
+_setting = Settings(BATCHES)
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,15 @@ class SchedulerConfig:
         ConfigError: names the field.
     """
 
-    max_batch_size: int = field(default=16, metadata=_option("Most answers that run at once."))
-    max_prompt_tokens: int = field(default=512, metadata=_option("Most prompt tokens in a step."))
-    max_step_tokens: int | None = field(
-        default=None,
-        kw_only=True,
-        metadata=_option("Most rows of a step: prompts, draft tokens, and one for each answer; without it, no limit."),
+    max_batch_size: int = _setting(16, "Most answers that run at once.")
+    max_prompt_tokens: int = _setting(512, "Most prompt tokens in a step.")
+    _: KW_ONLY
+    max_step_tokens: int | None = _setting(
+        None, "Most rows of a step: prompts, draft tokens, and one for each answer; without it, no limit."
     )
-    cache_reserve: float = field(  # who speculates grows by several tokens a step
-        default=0.15, kw_only=True, metadata=_option("Share of the cache that must stay free when a new answer begins.")
-    )
-    aging_s: float = field(default=30.0, kw_only=True)
+    # who speculates grows by several tokens a step
+    cache_reserve: float = _setting(0.15, "Share of the cache that must stay free when a new answer begins.")
+    aging_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_prompt_tokens"):

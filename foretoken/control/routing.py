@@ -6,17 +6,16 @@ They hold for what a request leaves open; a number of draft tokens that the call
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from foretoken.config import DRAFTING
-from foretoken.option import option
+from foretoken.option import Settings
 from foretoken.params import check_whole
 
 Reason = Literal["short answer", "load", "draft model"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-_option = partial(option, group=DRAFTING)
+_setting = Settings(DRAFTING)
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,14 @@ class RoutingRules:
     - `max_speculating_requests`: while more requests than this decode together, nothing is drafted.
     """
 
-    min_tokens_to_speculate: int = field(
-        default=0, metadata=_option("With --num-draft auto: answers shorter than this are decoded without drafts.")
+    min_tokens_to_speculate: int = _setting(
+        0, "With --num-draft auto: answers shorter than this are decoded without drafts."
     )
-    min_tokens_for_draft_model: int = field(
-        default=50,
-        metadata=_option("With --num-draft auto and several drafters: answers shorter than this get no draft model."),
+    min_tokens_for_draft_model: int = _setting(
+        50, "With --num-draft auto and several drafters: answers shorter than this get no draft model."
     )
-    max_speculating_requests: int | None = field(
-        default=None,
-        metadata=_option("With --num-draft auto: no drafts while more answers than this run; without it, no limit."),
+    max_speculating_requests: int | None = _setting(
+        None, "With --num-draft auto: no drafts while more answers than this run; without it, no limit."
     )
 
     def __post_init__(self) -> None:

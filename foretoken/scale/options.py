@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from foretoken.control.autoscaling import AIM_SHARE, DOWN_SHARE
 from foretoken.errors import ConfigError
-from foretoken.option import option
+from foretoken.option import Settings
 from foretoken.params import check_flag, check_number, check_whole
 from foretoken.server.config import ServerConfig
 
@@ -16,7 +15,7 @@ QUEUED_TOKENS, BATCHES = "queued_tokens", "batches"  # what a replica reports to
 _OTHERS = 256  # calls of a replica beside its requests: cancellations, texts to tokenise, statistics
 _QUIET = {"enable_access_log": False}  # the request log of the front has every request
 _MOST = 86_400.0  # cores, GPUs or seconds: a day
-_option = partial(option, group="Ray")
+_setting = Settings("Ray")
 
 
 @dataclass(frozen=True)
@@ -32,33 +31,19 @@ class RayOptions:
         ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
-    ray: bool = field(
-        default=False,
-        metadata=_option("Run the workers as replicas of Ray Serve, in the cluster of RAY_ADDRESS or a new one."),
+    ray: bool = _setting(False, "Run the workers as replicas of Ray Serve, in the cluster of RAY_ADDRESS or a new one.")
+    max_replicas: int | None = _setting(None, "Most replicas; without it, the number is always --workers.")
+    replica_tokens: int | None = _setting(
+        None,
+        "Tokens that the requests of a replica may still read and write; more add replicas. "
+        "Without it, four fifths of --max-batch-size requests.",
     )
-    max_replicas: int | None = field(
-        default=None, metadata=_option("Most replicas; without it, the number is always --workers.")
+    replica_cpus: float = _setting(
+        1.0, "CPUs that Ray reserves for a replica, or for each of its ranks, and its threads."
     )
-    replica_tokens: int | None = field(
-        default=None,
-        metadata=_option(
-            "Tokens that the requests of a replica may still read and write; more add replicas. "
-            "Without it, four fifths of --max-batch-size requests."
-        ),
-    )
-    replica_cpus: float = field(
-        default=1.0,
-        metadata=_option("CPUs that Ray reserves for a replica, or for each of its ranks, and its threads."),
-    )
-    replica_gpus: float = field(
-        default=0.0, metadata=_option("GPUs that Ray reserves for a replica, or for each of its ranks.")
-    )
-    scale_up_s: float = field(
-        default=10.0, metadata=_option("Seconds of too many queued tokens before a replica is added.")
-    )
-    scale_down_s: float = field(
-        default=300.0, metadata=_option("Seconds of few queued tokens before a replica is drained.")
-    )
+    replica_gpus: float = _setting(0.0, "GPUs that Ray reserves for a replica, or for each of its ranks.")
+    scale_up_s: float = _setting(10.0, "Seconds of too many queued tokens before a replica is added.")
+    scale_down_s: float = _setting(300.0, "Seconds of few queued tokens before a replica is drained.")
 
     def __post_init__(self) -> None:
         check_flag("ray", self.ray)

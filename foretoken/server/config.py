@@ -8,13 +8,15 @@ from pathlib import Path
 
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.option import option
+from foretoken.option import Settings
 from foretoken.params import check_flag, check_text, check_whole
 from foretoken.server.api.config import ApiConfig
 from foretoken.server.guard.config import GuardConfig
 from foretoken.server.guard.keys import key_ring, refuse_public_bind
 from foretoken.server.life.config import LifeConfig
 from foretoken.server.observe.config import ObserveConfig
+
+_setting = Settings()
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,11 @@ class ServerConfig:
     """
 
     engine: EngineConfig
-    name: str | None = field(
-        default=None, metadata=option("Name of the model for clients; without it, the model's own name.")
-    )
-    port: int = field(default=8000, metadata=option("The port to listen on; 0 = a free one."))
-    draft_required: bool = field(
-        default=False, metadata=option("End with an error if the draft model is missing or broken.")
-    )
-    tls_cert: str | None = field(default=None, metadata=option("Certificate for HTTPS, a PEM file."))
-    tls_key: str | None = field(default=None, metadata=option("Its key, a PEM file."))
+    name: str | None = _setting(None, "Name of the model for clients; without it, the model's own name.")
+    port: int = _setting(8000, "The port to listen on; 0 = a free one.")
+    draft_required: bool = _setting(False, "End with an error if the draft model is missing or broken.")
+    tls_cert: str | None = _setting(None, "Certificate for HTTPS, a PEM file.")
+    tls_key: str | None = _setting(None, "Its key, a PEM file.")
     api: ApiConfig = field(default_factory=ApiConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

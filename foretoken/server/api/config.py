@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
 from foretoken.config import SpecConfig
 from foretoken.errors import ConfigError
-from foretoken.option import check_fields, option
+from foretoken.option import Settings, check_fields
 from foretoken.params import TEMPERATURES, check_flag, check_limits, check_number, check_whole
 
 MetricsLevel = Literal["none", "summary", "detailed"]
 METRICS_LEVELS: tuple[str, ...] = ("none", "summary", "detailed")
 SAMPLING_DEFAULTS = ("model", "openai")
 
-_option = partial(option, group="Requests")
+_setting = Settings("Requests")
 
 
 @dataclass(frozen=True)
@@ -34,80 +33,55 @@ class ApiConfig:
     - `llama_cpp`: llama.cpp's own routes, and OpenAI's without `/v1`.
     """
 
-    strict: bool = field(
-        default=False, metadata=_option("Refuse unknown fields of a request instead of ignoring them.")
+    strict: bool = _setting(False, "Refuse unknown fields of a request instead of ignoring them.")
+    max_prompts: int = _setting(1024, "Most prompts of one request.")
+    max_choices: int = _setting(128, "Largest n of a request.")
+    max_stop_strings: int = _setting(4, "Most stop strings of a request.")
+    max_text_chars: int = _setting(1024, "Longest stop string, in characters.")
+    max_bad_words: int = _setting(128, "Most bad_words of a request.")
+    max_bad_word_tokens: int = _setting(1024, "Most tokens of all bad_words of a request.")
+    max_logit_bias: int = _setting(1024, "Most entries of logit_bias.")
+    max_logprobs: int = _setting(20, "Most alternatives listed for each token.")
+    max_prompt_logprobs: int = _setting(100_000, "Most prompt tokens times alternatives in one response.")
+    max_request_tokens: int = _setting(1 << 20, "Most answers times max_tokens of one request.")
+    max_pending_tokens: int | None = _setting(
+        None, "The same over all requests that run or wait; without it, no limit."
     )
-    max_prompts: int = field(default=1024, metadata=_option("Most prompts of one request."))
-    max_choices: int = field(default=128, metadata=_option("Largest n of a request."))
-    max_stop_strings: int = field(default=4, metadata=_option("Most stop strings of a request."))
-    max_text_chars: int = field(default=1024, metadata=_option("Longest stop string, in characters."))
-    max_bad_words: int = field(default=128, metadata=_option("Most bad_words of a request."))
-    max_bad_word_tokens: int = field(default=1024, metadata=_option("Most tokens of all bad_words of a request."))
-    max_logit_bias: int = field(default=1024, metadata=_option("Most entries of logit_bias."))
-    max_logprobs: int = field(default=20, metadata=_option("Most alternatives listed for each token."))
-    max_prompt_logprobs: int = field(
-        default=100_000, metadata=_option("Most prompt tokens times alternatives in one response.")
+    default_max_tokens: int | None = _setting(
+        None, "Longest answer of a chat request that sets no length; without it, up to the end of the context."
     )
-    max_request_tokens: int = field(default=1 << 20, metadata=_option("Most answers times max_tokens of one request."))
-    max_pending_tokens: int | None = field(
-        default=None, metadata=_option("The same over all requests that run or wait; without it, no limit.")
+    default_temperature: float | None = _setting(
+        None, "Temperature of requests that set none; without it, that of --sampling-defaults."
     )
-    default_max_tokens: int | None = field(
-        default=None,
-        metadata=_option(
-            "Longest answer of a chat request that sets no length; without it, up to the end of the context."
-        ),
+    default_seed: int | None = _setting(
+        None, "Seed of requests that set none, so that equal requests get equal answers."
     )
-    default_temperature: float | None = field(
-        default=None,
-        metadata=_option("Temperature of requests that set none; without it, that of --sampling-defaults."),
+    first_token_timeout_s: float = _setting(300.0, "Seconds until the first token, including the time in the queue.")
+    request_timeout_s: float = _setting(3600.0, "Seconds for a whole request.")
+    ping_s: float = _setting(15.0, "Seconds without an event after which a stream sends a comment.")
+    granularity: str = _setting("step", "When a stream's events are sent: step, token, or interval:MS.")
+    stream_buffer_bytes: int = _setting(1 << 20, "Unread bytes after which a slow client is dropped.")
+    obfuscation: bool = _setting(
+        False, "Pad the events of streams that leave it open; on where other machines can reach the address."
     )
-    default_seed: int | None = field(
-        default=None, metadata=_option("Seed of requests that set none, so that equal requests get equal answers.")
+    force_obfuscation: bool = _setting(False, "Pad the events of every stream.")
+    obfuscation_bucket_bytes: int = _setting(2048, "Padded events have a multiple of this size.")
+    request_metrics: MetricsLevel = _setting(  # noqa: RUF009
+        "summary", "Content of the field metrics of a response: {choices}.", choices=METRICS_LEVELS
     )
-    first_token_timeout_s: float = field(
-        default=300.0, metadata=_option("Seconds until the first token, including the time in the queue.")
-    )
-    request_timeout_s: float = field(default=3600.0, metadata=_option("Seconds for a whole request."))
-    ping_s: float = field(
-        default=15.0, metadata=_option("Seconds without an event after which a stream sends a comment.")
-    )
-    granularity: str = field(
-        default="step", metadata=_option("When a stream's events are sent: step, token, or interval:MS.")
-    )
-    stream_buffer_bytes: int = field(
-        default=1 << 20, metadata=_option("Unread bytes after which a slow client is dropped.")
-    )
-    obfuscation: bool = field(
-        default=False,
-        metadata=_option(
-            "Pad the events of streams that leave it open; on where other machines can reach the address."
-        ),
-    )
-    force_obfuscation: bool = field(default=False, metadata=_option("Pad the events of every stream."))
-    obfuscation_bucket_bytes: int = field(default=2048, metadata=_option("Padded events have a multiple of this size."))
-    request_metrics: MetricsLevel = field(
-        default="summary",
-        metadata=_option("Content of the field metrics of a response: {choices}.", choices=METRICS_LEVELS),
-    )
-    retry_after_s: int = field(default=1, metadata=_option("Seconds that refused clients should wait."))
+    retry_after_s: int = _setting(1, "Seconds that refused clients should wait.")
     specs: Sequence[SpecConfig] = ()
     allow_lossy: bool = False
-    predictions: bool = field(default=True, metadata=_option("Draft from the prediction of requests that have one."))
-    sampling_defaults: str = field(
-        default="model",
-        metadata=_option(
-            "Sampling of requests that set none: model, what the checkpoint recommends; openai, temperature 1.",
-            choices=SAMPLING_DEFAULTS,
-        ),
+    predictions: bool = _setting(True, "Draft from the prediction of requests that have one.")
+    sampling_defaults: str = _setting(
+        "model",
+        "Sampling of requests that set none: model, what the checkpoint recommends; openai, temperature 1.",
+        choices=SAMPLING_DEFAULTS,
     )
-    ollama: bool = field(default=False, metadata=_option("Also offer Ollama's interface, under /api."))
-    llama_cpp: bool = field(
-        default=False,
-        metadata=_option("Also offer llama.cpp's interface, and accept any model name, as llama.cpp does."),
-    )
-    metrics: bool = field(default=True, metadata=_option("Offer /metrics."))
-    slots: bool = field(default=True, metadata=_option("Offer /slots of llama.cpp's interface."))
+    ollama: bool = _setting(False, "Also offer Ollama's interface, under /api.")
+    llama_cpp: bool = _setting(False, "Also offer llama.cpp's interface, and accept any model name, as llama.cpp does.")
+    metrics: bool = _setting(True, "Offer /metrics.")
+    slots: bool = _setting(True, "Offer /slots of llama.cpp's interface.")
 
     def __post_init__(self) -> None:
         limits = [name for name, kind in self.__annotations__.items() if kind == "int"]

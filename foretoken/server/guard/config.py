@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from foretoken.errors import ConfigError
-from foretoken.option import option
+from foretoken.option import Settings
 from foretoken.params import check_number, check_whole
 
 KIB = 1 << 10
 MIB = 1 << 20
 KEY_VARIABLE = "FORETOKEN_API_KEY"  # read where no flag gives the key
 
-_option = partial(option, group="Access and connections")
+_setting = Settings("Access and connections")
 
 
 @dataclass(frozen=True)
@@ -38,60 +37,48 @@ class GuardConfig:
         ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata=_option("The address to listen on; an address that other machines can reach requires a key."),
+    host: str = _setting(
+        "127.0.0.1", "The address to listen on; an address that other machines can reach requires a key."
     )
-    api_key: str | None = field(
-        default=None,
+    api_key: str | None = _setting(
+        None,
+        "The key that clients send. Every user of the machine can see a flag: prefer @FILE, which reads a file, or "
+        f"{KEY_VARIABLE}.",
         repr=False,
-        metadata=_option(
-            "The key that clients send. Every user of the machine can see a flag: prefer @FILE, which reads a file, or "
-            f"{KEY_VARIABLE}."
-        ),
     )
-    admin_key: str | None = field(
-        default=None, repr=False, metadata=_option("The key of admin routes; @FILE reads it from a file.")
+    admin_key: str | None = _setting(None, "The key of admin routes; @FILE reads it from a file.", repr=False)
+    keys_file: str | None = _setting(
+        None, "A TOML file with more keys: a table [NAME] for each, with key or sha256, tenant, admin."
     )
-    keys_file: str | None = field(
-        default=None,
-        metadata=_option("A TOML file with more keys: a table [NAME] for each, with key or sha256, tenant, admin."),
+    insecure: bool = _setting(False, "Listen on a public address without any key.")
+    metrics_public: bool = _setting(False, "Let /metrics be read without a key.")
+    allowed_hosts: tuple[str, ...] = _setting(
+        (), "A Host value to accept in addition to local ones; may be given several times.", repeats=True
     )
-    insecure: bool = field(default=False, metadata=_option("Listen on a public address without any key."))
-    metrics_public: bool = field(default=False, metadata=_option("Let /metrics be read without a key."))
-    allowed_hosts: tuple[str, ...] = field(
-        default=(),
-        metadata=_option("A Host value to accept in addition to local ones; may be given several times.", repeats=True),
-    )
-    cors_origins: tuple[str, ...] = field(
-        default=(),
-        metadata=_option(
-            "An origin whose pages may call the server, such as https://app.example; may be given several times.",
-            repeats=True,
-        ),
+    cors_origins: tuple[str, ...] = _setting(
+        (),
+        "An origin whose pages may call the server, such as https://app.example; may be given several times.",
+        repeats=True,
     )
     # No context of tokens is longer, and images are not taken.
-    max_body_bytes: int = field(default=32 * MIB, metadata=_option("Longest body of a request."))
+    max_body_bytes: int = _setting(32 * MIB, "Longest body of a request.")
     # A body takes several times its bytes while it is read and answered: more would fill the memory of small machines.
-    max_total_body_bytes: int = field(
-        default=512 * MIB, metadata=_option("Most bytes of the bodies of all requests at once.")
-    )
+    max_total_body_bytes: int = _setting(512 * MIB, "Most bytes of the bodies of all requests at once.")
     # Far above any client's, far below what would fill the memory.
-    max_header_bytes: int = field(default=64 * KIB, metadata=_option("Longest header block of a request."))
-    max_headers: int = field(default=256, metadata=_option("Most headers of a request."))
-    header_timeout_s: float = field(default=10.0, metadata=_option("Seconds for the headers of a request."))
-    body_timeout_s: float = field(
-        default=30.0,
-        metadata=_option("Seconds for the body of a request, plus one for each --min-body-bytes-per-s bytes."),
+    max_header_bytes: int = _setting(64 * KIB, "Longest header block of a request.")
+    max_headers: int = _setting(256, "Most headers of a request.")
+    header_timeout_s: float = _setting(10.0, "Seconds for the headers of a request.")
+    body_timeout_s: float = _setting(
+        30.0, "Seconds for the body of a request, plus one for each --min-body-bytes-per-s bytes."
     )
     # Slower than any usable line.
-    min_body_bytes_per_s: int = field(
-        default=16 * KIB, metadata=_option("Slowest rate at which a body may arrive; a slower request is refused.")
+    min_body_bytes_per_s: int = _setting(
+        16 * KIB, "Slowest rate at which a body may arrive; a slower request is refused."
     )
     # Longer than clients and proxies keep a connection for their next request (httpx 5 s, aiohttp 15 s, nginx 60 s):
     # who sends one at the moment in which the server closes gets no answer.
-    keep_alive_s: float = field(default=75.0, metadata=_option("Seconds that an idle connection stays open."))
-    max_connections: int = field(default=1024, metadata=_option("Most connections at once."))
+    keep_alive_s: float = _setting(75.0, "Seconds that an idle connection stays open.")
+    max_connections: int = _setting(1024, "Most connections at once.")
 
     def __post_init__(self) -> None:
         for name in ("allowed_hosts", "cors_origins"):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
-from foretoken.option import option
+from foretoken.option import Settings
 from foretoken.params import check_number, check_whole
 
 _DAY_S = 86_400.0
 
-_option = partial(option, group="Workers")
+_setting = Settings("Workers")
 
 
 @dataclass(frozen=True)
@@ -26,44 +25,30 @@ class LifeConfig:
         ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
-    workers: int = field(
-        default=1, metadata=_option("Processes that each hold the model; requests are distributed among them.")
-    )
-    devices: tuple[str, ...] = field(
-        default=(),
-        metadata=_option(
-            "The device of a worker, such as cuda:0; may be given several times, in the order of the workers.",
-            repeats=True,
-        ),
+    workers: int = _setting(1, "Processes that each hold the model; requests are distributed among them.")
+    devices: tuple[str, ...] = _setting(
+        (),
+        "The device of a worker, such as cuda:0; may be given several times, in the order of the workers.",
+        repeats=True,
     )
     # Far longer than any step of a model that answers at a usable speed.
-    watchdog_s: float = field(
-        default=120.0,
-        metadata=_option("Seconds after which a step counts as stuck: the worker is killed and restarted."),
+    watchdog_s: float = _setting(
+        120.0, "Seconds after which a step counts as stuck: the worker is killed and restarted."
     )
     # Kubernetes kills after 30 by default; most answers take less.
-    drain_s: float = field(
-        default=30.0, metadata=_option("Seconds that requests in flight get after SIGTERM; 0 ends them at once.")
+    drain_s: float = _setting(30.0, "Seconds that requests in flight get after SIGTERM; 0 ends them at once.")
+    first_restart_s: float = _setting(0.5, "Seconds before a worker that died is restarted; doubled with each death.")
+    longest_restart_s: float = _setting(30.0, "Longest pause before a restart, in seconds.")
+    good_s: float = _setting(60.0, "Seconds of service after which the pause before a restart is reset.")
+    failed_starts: int = _setting(5, "Starts in a row without success after which the server gives up.")
+    quarantine_s: float = _setting(
+        600.0, "Seconds for which a request is refused that ran while two workers died; 0 = never."
     )
-    first_restart_s: float = field(
-        default=0.5, metadata=_option("Seconds before a worker that died is restarted; doubled with each death.")
-    )
-    longest_restart_s: float = field(default=30.0, metadata=_option("Longest pause before a restart, in seconds."))
-    good_s: float = field(
-        default=60.0, metadata=_option("Seconds of service after which the pause before a restart is reset.")
-    )
-    failed_starts: int = field(
-        default=5, metadata=_option("Starts in a row without success after which the server gives up.")
-    )
-    quarantine_s: float = field(
-        default=600.0,
-        metadata=_option("Seconds for which a request is refused that ran while two workers died; 0 = never."),
-    )
-    max_waiting: int = field(default=256, metadata=_option("Requests of a worker that may wait; further ones get 429."))
+    max_waiting: int = _setting(256, "Requests of a worker that may wait; further ones get 429.")
     # Steps of an answer as long as any context here.
-    max_unread_events: int = field(default=65_536, metadata=_option("Unread events after which a call is cancelled."))
+    max_unread_events: int = _setting(65_536, "Unread events after which a call is cancelled.")
     # Also how late the watchdog may be.
-    beat_s: float = field(default=0.25, metadata=_option("Seconds between a worker's heartbeats."))
+    beat_s: float = _setting(0.25, "Seconds between a worker's heartbeats.")
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers, low=1, high=64)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
 from foretoken.engine_config import OBSERVATION
 from foretoken.errors import ConfigError
-from foretoken.option import check_fields, option
+from foretoken.option import Settings, check_fields
 from foretoken.params import check_flag, check_number, check_whole
 
 LogFormat = Literal["text", "json", "none"]
 LOG_FORMATS: tuple[str, ...] = ("text", "json", "none")
 MIB = 1 << 20
 
-_option = partial(option, group=OBSERVATION)
+_setting = Settings(OBSERVATION)
 
 
 @dataclass(frozen=True)
@@ -28,31 +27,18 @@ class ObserveConfig:
         ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
-    metrics_alias: str | None = field(
-        default=None, metadata=_option("vllm: also expose the metrics that vLLM has, under its names.")
-    )
+    metrics_alias: str | None = _setting(None, "vllm: also expose the metrics that vLLM has, under its names.")
     # Several scrapers at once ask the engine once.
-    stats_max_age_s: float = field(
-        default=0.25, metadata=_option("Scrapes within this many seconds return the same counters.")
+    stats_max_age_s: float = _setting(0.25, "Scrapes within this many seconds return the same counters.")
+    slices: tuple[str, ...] = _setting(
+        (), "A slice of requests that gets its own label in metrics; may be given several times.", repeats=True
     )
-    slices: tuple[str, ...] = field(
-        default=(),
-        metadata=_option(
-            "A slice of requests that gets its own label in metrics; may be given several times.", repeats=True
-        ),
-    )
-    history: str | None = field(
-        default=None, metadata=_option("A SQLite file for the figures of finished requests, never their texts.")
-    )
-    history_max_age_days: float = field(default=90.0, metadata=_option("Days that a request stays in the history."))
+    history: str | None = _setting(None, "A SQLite file for the figures of finished requests, never their texts.")
+    history_max_age_days: float = _setting(90.0, "Days that a request stays in the history.")
     # About a million requests.
-    history_max_bytes: int = field(default=256 * MIB, metadata=_option("Largest size of the history file."))
-    request_log: LogFormat = field(
-        default="text", metadata=_option("One line per request on standard error: {choices}.", choices=LOG_FORMATS)
-    )
-    tracing: bool = field(
-        default=False, metadata=_option("Send OpenTelemetry traces and metrics, as the OTEL_* variables say.")
-    )
+    history_max_bytes: int = _setting(256 * MIB, "Largest size of the history file.")
+    request_log: LogFormat = _setting("text", "One line per request on standard error: {choices}.", choices=LOG_FORMATS)  # noqa: RUF009
+    tracing: bool = _setting(False, "Send OpenTelemetry traces and metrics, as the OTEL_* variables say.")
 
     def __post_init__(self) -> None:
         if self.metrics_alias not in (None, "vllm"):
