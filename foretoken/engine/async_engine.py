@@ -23,8 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -46,6 +45,7 @@ from foretoken.params import check_limits
 
 _Command = Callable[[Driver], None]
 _Result = TypeVar("_Result")
+_P = ParamSpec("_P")
 
 # Worker threads that prepare the requests of coroutines. Preparing is mostly tokenising, which is short; a few threads
 # keep one long grammar from holding up the others, and more would only take time from the engine's own thread.
@@ -54,9 +54,8 @@ _NUM_PREPARING = 4
 
 class AsyncEngine(Uncopied):
     """Owns an `LLM` while it is open: nobody else may run requests there. At most `max_waiting` requests wait for a
-    place in the batch, those included that are being prepared.
-
-    `llm` may be an `EngineConfig`: then the `LLM` is built from it here, and closed with this.
+    place in the batch, those included that are being prepared. `llm` may be an `EngineConfig`: then the `LLM` is built
+    from it here, and closed with this.
 
     Raises:
         InputError: `llm` was closed, answers requests, or has an owner already; see also `LLM`.
@@ -107,9 +106,8 @@ class AsyncEngine(Uncopied):
             OverloadedError: `max_waiting` requests wait already.
             EngineError: the engine's thread has broken down.
         """
-        one, params, spec = self._checked(prompt, params, spec)
-        if params.n > 1:
-            raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
+        one = as_prompt(prompt)
+        params, spec = self._checked(params, spec, is_single=True)
         with self._place(1):
             prepared = self.llm.prepare_request(one, params, spec)
             return self._enqueue([prepared])[0]
@@ -118,10 +116,8 @@ class AsyncEngine(Uncopied):
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
     ) -> Ticket:
         """`submit` for coroutines: worker threads prepare the answer, so the event loop goes on meanwhile."""
-        one, params, spec = self._checked(prompt, params, spec)
-        if params.n > 1:
-            raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
-        return (await self._submit_all([one], params, spec, time.perf_counter()))[0]
+        tickets = await self._submit_all([as_prompt(prompt)], *self._checked(params, spec, is_single=True))
+        return tickets[0]
 
     async def submit_all(
         self,
@@ -130,25 +126,19 @@ class AsyncEngine(Uncopied):
         spec: SpecConfig | None = None,
         arrived_s: float | None = None,
     ) -> list[Ticket]:
-        """`submit_async` for all `n` answers to each of several prompts, prompt by prompt: all are queued, or none.
-        Prompts are given as to `LLM.generate`.
-
-        They were asked for at `arrived_s`, on the clock of `time.perf_counter`, or else now.
+        """`submit_async` for all `n` answers to each of several prompts, given as to `LLM.generate`: all are queued, or
+        none. They came at `arrived_s`, on the clock of `time.perf_counter`, or else now.
         """
-        arrived_s = time.perf_counter() if arrived_s is None else arrived_s
         texts = as_prompts(prompts)
-        _, params, spec = self._checked([], params, spec)
-        return await self._submit_all(texts, params, spec, arrived_s)
+        return await self._submit_all(texts, *self._checked(params, spec), arrived_s)
 
     async def in_thread(self, call: Callable[[], _Result], tenant: str = "") -> _Result:
-        """What `call` returns, run in one of the threads that prepare requests of a tenant: tokenising, chat templates.
-
-        Raises:
-            InputError, EngineError: this was closed, or has broken down.
+        """What `call` returns, run in one of the threads that prepare requests of a tenant: tokenising, chat templates;
+        an `InputError` or `EngineError` where this was closed or has broken down.
         """
         self.check_process()
         self._check_open()
-        return await self._in_thread(partial(self._preparing.submit, tenant), call)
+        return await self._done(self._preparing.submit, tenant, call)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
@@ -170,8 +160,7 @@ class AsyncEngine(Uncopied):
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
     ) -> GenerateOutput:
         """The whole answer to one prompt, all `n` of them."""
-        one, params, spec = self._checked(prompt, params, spec)
-        tickets = await self._submit_all([one], params, spec, time.perf_counter())
+        tickets = await self._submit_all([as_prompt(prompt)], *self._checked(params, spec))
         try:
             first, *others = await asyncio.gather(*(ticket.wait() for ticket in tickets))
         finally:
@@ -186,11 +175,7 @@ class AsyncEngine(Uncopied):
         spec: SpecConfig | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> GenerateOutput:
-        """The next message of a conversation, see `LLM.chat`; a worker thread lays it out and tokenises it.
-
-        Raises:
-            InputError, CheckpointError: see `LLM.chat`; also as `submit`.
-        """
+        """The next message of a conversation, see `LLM.chat`; a worker thread lays it out and tokenises it."""
         tenant = "" if params is None else params.tenant
         prompt = await self.in_thread(lambda: self.llm.encode_chat(messages, tools, must_fit=True), tenant)
         return await self.generate(prompt, params, spec)
@@ -199,17 +184,14 @@ class AsyncEngine(Uncopied):
         """Cancel the request of a ticket, from any thread; one that has ended is not changed."""
         with self._wake:
             if ticket in self._requests:
-                self._commands.append(partial(self._leave, ticket))
+                self._commands.append(partial(self._drop, ticket, None))
                 self._wake.notify()
 
     def close(self) -> None:
-        """Stop after the step that runs now; requests that have not ended are aborted. Closing again does nothing.
-
-        Any thread may close; the engine's own (a watcher) does not wait for itself.
+        """Stop after the step that runs now; requests that have not ended are aborted. Closing again does nothing. Any
+        thread may close; the engine's own (a watcher) does not wait for itself.
         """
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
+        self._ask_to_stop()
         if os.getpid() != self._process:
             return
         self._preparing.shutdown()  # what is being prepared is refused when it wants to be queued
@@ -222,32 +204,27 @@ class AsyncEngine(Uncopied):
     def end_thread(self) -> None:
         """Stop as `close` does, and wait for the thread for a limited time: for the exit of the interpreter."""
         if os.getpid() == self._process:
-            with self._wake:
-                self._is_closing = True
-                self._wake.notify()
+            self._ask_to_stop()
             self._thread.join(END_S)
+
+    def _ask_to_stop(self) -> None:
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine's thread runs, and the target with it: it ends when this is closed, and when it has broken
-        down.
-        """
+        """Whether the engine's thread runs, and the target with it: until this is closed, or breaks down."""
         return self._thread.is_alive() and not self.llm.has_failed
 
     def check_process(self) -> None:
-        """Refuse a process that was forked from the one that opened this: it has no engine thread.
-
-        Raises:
-            InputError: it is such a process.
-        """
+        """Refuse with an `InputError` in a fork of the process that opened this: it has no engine thread."""
         check_not_forked("engine", self._process)
 
     def __enter__(self) -> AsyncEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -259,34 +236,28 @@ class AsyncEngine(Uncopied):
     # ---- how requests get to the engine's thread
 
     def _checked(
-        self, prompt: Prompt, params: SamplingParams | None, spec: SpecConfig | None
-    ) -> tuple[Prompt, SamplingParams, SpecConfig]:
-        """The arguments of a call, with their defaults and of the right kind."""
+        self, params: SamplingParams | None, spec: SpecConfig | None, is_single: bool = False
+    ) -> tuple[SamplingParams, SpecConfig]:
+        """The arguments of a call, with their defaults and of the right kind; `is_single`: for one ticket."""
         self.check_process()
         params, spec = SamplingParams() if params is None else params, self.llm.spec if spec is None else spec
-        one = as_prompt(prompt)
         check_types(params, spec)
         self._check_open()
-        return one, params, spec
+        if is_single and params.n > 1:
+            raise InputError("n", params.n, "a ticket is one answer; use generate, or one ticket per answer")
+        return params, spec
 
     @contextlib.contextmanager
     def _place(self, count: int) -> Iterator[None]:
-        """Hold places in the queue for `count` requests while they are prepared; `_enqueue` hands them on.
-
-        Raises:
-            OverloadedError: there are not so many.
-            InputError: there can never be so many.
-        """
+        """Hold places in the queue for `count` requests while they are prepared; `_enqueue` hands them on."""
         if count > self.max_waiting:
-            raise InputError(
-                "n", count, f"prompts times n must be at most {self.max_waiting}; ask for fewer, or raise max_waiting"
-            )
+            remedy = f"prompts times n must be at most {self.max_waiting}; ask for fewer, or raise max_waiting"
+            raise InputError("n", count, remedy)
         with self._wake:
             self._check_open()
             if len(self.llm.engine.scheduler.waiting) + self._num_coming + count > self.max_waiting:
-                raise OverloadedError(
-                    f"{self.max_waiting} requests wait already: come again later, or raise max_waiting"
-                )
+                message = f"{self.max_waiting} requests wait already: come again later, or raise max_waiting"
+                raise OverloadedError(message)
             self._num_coming += count
         try:
             yield
@@ -296,43 +267,38 @@ class AsyncEngine(Uncopied):
             raise
 
     async def _submit_all(
-        self, prompts: Sequence[Prompt], params: SamplingParams, spec: SpecConfig, arrived_s: float
+        self, prompts: Sequence[Prompt], params: SamplingParams, spec: SpecConfig, arrived_s: float | None = None
     ) -> list[Ticket]:
-        """Queue all `n` answers to each prompt, prepared in worker threads."""
+        """Queue all `n` answers to each prompt, prepared in worker threads; without `arrived_s` they come now."""
+        came_s = time.perf_counter() if arrived_s is None else arrived_s
         with self._place(params.n * len(prompts)):
             used = spec.for_request(params.prediction)
             if not self.llm.has_drafters(used):
-                await self._in_thread(self._loading.submit, lambda: self.llm.prepare(used))
+                await self._done(self._loading.submit, self.llm.prepare, used)
 
             def prepare() -> list[PreparedRequest]:
-                return [one for prompt in prompts for one in self.llm.prepare_requests(prompt, params, spec, arrived_s)]
+                return [one for prompt in prompts for one in self.llm.prepare_requests(prompt, params, spec, came_s)]
 
-            return self._enqueue(await self._in_thread(partial(self._preparing.submit, params.tenant), prepare))
+            return self._enqueue(await self._done(self._preparing.submit, params.tenant, prepare))
 
-    async def _in_thread(
-        self, submit: Callable[[Callable[[], _Result]], Future[_Result]], call: Callable[[], _Result]
-    ) -> _Result:
+    async def _done(self, submit: Callable[_P, Future[_Result]], *args: _P.args, **named: _P.kwargs) -> _Result:
+        """What a thread makes of a job that is given to it now."""
         try:
-            future = submit(call)
+            future = submit(*args, **named)
         except RuntimeError:  # closed just now
             self._check_open()
             raise
         return await asyncio.wrap_future(future)
 
     def _enqueue(self, prepared: Sequence[PreparedRequest]) -> list[Ticket]:
-        """Issue a ticket for each and let the engine's thread begin them; their places are held already.
-
-        Raises:
-            InputError, EngineError: this was closed, or has broken down, while they were prepared.
+        """Issue a ticket for each and let the engine's thread begin them, unless it has ended while they were prepared;
+        their places are held already.
         """
-        tickets = []
+        tickets = [Ticket(self) for _ in prepared]
         with self._wake:
             self._check_open()
-            for one in prepared:
-                ticket = Ticket(self)
-                self._requests[ticket] = one
-                self._commands.append(partial(self._begin, ticket))
-                tickets.append(ticket)
+            self._requests.update(zip(tickets, prepared, strict=True))
+            self._commands += [partial(self._begin, ticket) for ticket in tickets]
             self._wake.notify()
         return tickets
 
@@ -351,7 +317,7 @@ class AsyncEngine(Uncopied):
             self._commands.clear()
         broken = None if cause is None else engine_error("the engine's thread has broken down", cause)
         for ticket in list(self._requests):
-            self._drop(driver, ticket, broken)
+            self._drop(ticket, broken, driver)
         driver.disclaim()
 
     def _turn(self, driver: Driver) -> bool:
@@ -381,10 +347,9 @@ class AsyncEngine(Uncopied):
             with self._wake:
                 begun = [ticket for ticket, one in self._requests.items() if isinstance(one, RequestState)]
             for ticket in begun:
-                self._drop(driver, ticket, broken)
+                self._drop(ticket, broken, driver)
 
     def _receive(self, ticket: Ticket, output: StepOutput) -> None:
-        """What a step emitted for a ticket."""
         if output.error is None:
             ticket.put(output)
         if output.finish_reason is not None:
@@ -393,25 +358,20 @@ class AsyncEngine(Uncopied):
     def _begin(self, ticket: Ticket, driver: Driver) -> None:
         with self._wake:
             self._num_coming -= 1
-        prepared = self._requests.get(ticket)
-        if prepared is None:
+        if (prepared := self._requests.get(ticket)) is None:
             return  # cancelled before
         try:
             state = driver.enqueue(prepared, partial(self._receive, ticket), self)
         except Exception as error:  # noqa: BLE001 - the error of this ticket
-            del self._requests[ticket]
-            ticket.end(None, error)
+            self._end(ticket, error)
+        else:
+            self._requests[ticket], ticket.request_id = state, state.request_id
+
+    def _drop(self, ticket: Ticket, error: EngineError | None, driver: Driver) -> None:
+        """End a ticket, if it has not ended: cancelled, closed, or broken by `error`."""
+        state = self._requests.get(ticket)
+        if state is None:
             return
-        self._requests[ticket], ticket.request_id = state, state.request_id
-
-    def _leave(self, ticket: Ticket, driver: Driver) -> None:
-        """Abort the request of a ticket that was cancelled; it may have ended meanwhile."""
-        if ticket in self._requests:
-            self._drop(driver, ticket, None)
-
-    def _drop(self, driver: Driver, ticket: Ticket, error: EngineError | None) -> None:
-        """End a ticket whose request has not: cancelled, closed, or broken by `error`."""
-        state = self._requests[ticket]
         if isinstance(state, RequestState):
             try:
                 driver.leave([state])

@@ -32,7 +32,6 @@ class BetweenRequests(ABC):
             InputError, ModelError, StorageError: see `DrafterFactory.make`.
         """
         check_spec(spec)
-        self._turns.check_process()
         self._open_loader().load(spec)
 
     def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:

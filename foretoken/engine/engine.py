@@ -17,7 +17,7 @@ from foretoken.control.routing import RoutingRules
 from foretoken.core import Batch, BatchEntry, Draft, StepOutput, Verdict
 from foretoken.draft.base import Feedback
 from foretoken.draft.group import DrafterGroup, option_kind
-from foretoken.engine.admission import Admission
+from foretoken.engine.admission import Admission, end_tokens
 from foretoken.engine.emission import emit, fail, note_prompt
 from foretoken.engine.from_logits import verify_rows
 from foretoken.engine.recovery import Faults, engine_error, recover
@@ -59,7 +59,8 @@ class Engine:
         self.faults = Faults(self.stats)
         prefixes = PrefixSharing(target, drafters.hidden_states)
         self.scheduler = Scheduler(target, limits or SchedulerConfig(), prefixes)
-        self.admission = Admission(target, tokenizer, target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        ends = end_tokens(target, tokenizer) if eos_token_ids is None else eos_token_ids
+        self.admission = Admission(target, tokenizer, ends)
         self.states: dict[int, RequestState] = {}
         self._views: list[RequestView] = []  # of the requests that decode in this step
         self.watchers: list[Watcher] = []

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Unpack
 
 from foretoken.adapt.adaptation import AdaptationState
 from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import StepOutput
 from foretoken.draft.group import DrafterGroup
-from foretoken.engine.admission import check_types, end_tokens
+from foretoken.engine.admission import check_types
 from foretoken.engine.adviser import Adviser
 from foretoken.engine.between_requests import BetweenRequests
 from foretoken.engine.drafters import DrafterFactory, DrafterLoader, ModelOptions
@@ -85,30 +84,19 @@ class LLM(BetweenRequests, Uncopied):
                 self._adviser = Adviser(target, self.tokenizer)
                 self._encoder = PromptEncoder(self.tokenizer, self.folder, target.vocab_size)
                 loaded_with = ModelOptions(config.dtype, config.device, config.cache_tokens, config.cache_dtype)
-                self._loader: DrafterLoader | None = DrafterLoader(
+                self._loader = DrafterLoader(
                     DrafterFactory(self.folder, target, self.tokenizer, loaded_with),
                     self._drafters,
                     lambda: self._turns.lock,
                     check_open=self._check_open,
                     on_load=self._adviser.loaded,
                 )
-                engine = Engine(
-                    target,
-                    self._drafters,
-                    tokenizer=self.tokenizer,
-                    limits=config.scheduler,
-                    eos_token_ids=end_tokens(target, self.tokenizer),
-                    routing=config.routing,
-                )
+                engine = Engine(target, self._drafters, self.tokenizer, config.scheduler, routing=config.routing)
                 self._driver: Driver | None = Driver(
                     engine, self._turns, str(self.folder), self._check_open, self._adviser.conclude
                 )
-                self._shadow = Shadow(
-                    target,
-                    config.shadow_rate,
-                    room=engine.scheduler,
-                    fresh_processors=engine.admission.fresh_processors,
-                )
+                fresh = engine.admission.fresh_processors
+                self._shadow = Shadow(target, config.shadow_rate, engine.scheduler, fresh)
                 engine.watchers += [] if self._trace is None else [self._trace]
                 engine.watchers += [self._shadow] if config.shadow_rate else []
                 engine.watchers.append(self._adviser)
@@ -129,20 +117,12 @@ class LLM(BetweenRequests, Uncopied):
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs the steps.
-
-        Raises:
-            InputError: this was closed.
-        """
+        """The engine that runs the steps; an `InputError` once this was closed."""
         return self._check_open().engine
 
     @property
     def target(self) -> LanguageModel:
-        """The target model.
-
-        Raises:
-            InputError: this was closed.
-        """
+        """The target model; an `InputError` once this was closed."""
         return self.engine.target
 
     @property
@@ -222,14 +202,13 @@ class LLM(BetweenRequests, Uncopied):
         must_fit: bool = False,
     ) -> list[int]:
         """Token ids of `render_chat`, a prompt for `generate`; special tokens that a message spells are text.
-
         `must_fit`: see `encode_prompt`.
 
         Raises:
             InputError, CheckpointError, ContextLengthError: see `chat`.
         """
-        target = self._check_open().engine.target
-        return self._encoder.encode_chat(messages, tools, options, target.max_context_tokens if must_fit else None)
+        context = self.target.max_context_tokens
+        return self._encoder.encode_chat(messages, tools, options, context if must_fit else None)
 
     def encode_plain(self, field: str, text: str) -> list[int]:
         """Token ids of a text without special tokens, to which none is added; `field` names it in errors.
@@ -238,8 +217,7 @@ class LLM(BetweenRequests, Uncopied):
             InputError: not a text, or the folder has no tokenizer.
             ContextLengthError: it is many times longer than the context.
         """
-        target = self._check_open().engine.target
-        return self._encoder.encode_plain(field, text, target.max_context_tokens)
+        return self._encoder.encode_plain(field, text, self.target.max_context_tokens)
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`encode` for a text that is to be answered: one that is many times longer than the context is refused before
@@ -249,8 +227,7 @@ class LLM(BetweenRequests, Uncopied):
             InputError, MismatchError: see `encode`.
             ContextLengthError: it leaves no room for a token of the answer.
         """
-        target = self._check_open().engine.target
-        return self._encoder.encode(text, target.max_context_tokens, add_special_tokens)
+        return self._encoder.encode(text, self.target.max_context_tokens, add_special_tokens)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecConfig | None = None
@@ -329,28 +306,20 @@ class LLM(BetweenRequests, Uncopied):
                 return
             self._driver.engine.close()
             self._drafters.drafters.clear()
-            self._driver = self._loader = None
-            self._adapter = None
-            del self._shadow, self._drafters  # all that holds weights
+            self._driver = self._adapter = None
+            del self._shadow, self._drafters, self._loader  # all that holds weights
             self._drop_target()
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def submit(self, prompt: Prompt, params: SamplingParams, spec: SpecConfig) -> RequestState:
-        """Queue one answer, for callers that run the steps themselves.
-
-        Raises:
-            InputError, ContextLengthError, CapacityError: the request can never run; nothing was queued.
-        """
+        """Queue one answer, for callers that run the steps themselves; see `prepare_request`."""
         driver = self._check_free()
-        prepared = self.prepare_request(as_prompt(prompt), params, spec)
-        return driver.enqueue(prepared)
+        return driver.enqueue(self.prepare_request(as_prompt(prompt), params, spec))
 
     def prepare_request(
         self, prompt: Prompt, params: SamplingParams, spec: SpecConfig, arrived_s: float | None = None
@@ -382,14 +351,10 @@ class LLM(BetweenRequests, Uncopied):
 
     def has_drafters(self, spec: SpecConfig) -> bool:
         """Whether `prepare` has nothing to load for `spec`."""
-        return self._loader is not None and self._loader.has_all(spec)
+        return self._driver is not None and self._loader.has_all(spec)
 
     def claim(self, owner: Owner) -> Driver:
-        """Let `owner`, an `AsyncEngine`, alone run requests until `Driver.disclaim`; returns what runs them.
-
-        Raises:
-            InputError: this was closed, has an owner, or still answers requests.
-        """
+        """Let `owner`, an `AsyncEngine`, alone run requests, as `Driver.claim` does; returns what runs them."""
         driver = self._check_open()
         driver.claim(owner)
         return driver
@@ -397,13 +362,13 @@ class LLM(BetweenRequests, Uncopied):
     # ---- how it is done
 
     def _stream(self, prepared: PreparedRequest) -> Iterator[StepOutput]:
-        yield from self._check_open().stream(prepared)
+        yield from self._check_open().stream(prepared)  # found when it is begun: a stream that is not holds no engine
 
     def _check_open(self) -> Driver:
         """What runs the engine; refuses when this was closed, and in a forked process."""
         self._turns.check_process()
         if self._driver is None:
-            raise self._was_closed()
+            raise InputError("llm", str(self.folder), "was closed; open it again")
         return self._driver
 
     def _check_free(self) -> Driver:
@@ -413,8 +378,7 @@ class LLM(BetweenRequests, Uncopied):
         return driver
 
     def _open_loader(self) -> DrafterLoader:
-        if self._loader is None:
-            raise self._was_closed()
+        self._check_open()
         return self._loader
 
     def _drop_target(self) -> None:
@@ -422,9 +386,6 @@ class LLM(BetweenRequests, Uncopied):
         if isinstance(self._target, RankedModel):
             self._target.end()
         self._target = None
-
-    def _was_closed(self) -> InputError:
-        return InputError("llm", str(self.folder), "was closed; open it again")
 
     def _prepare_default(self) -> None:
         """Load the drafters of requests that name none; where nobody asked for them, plain decoding will do instead."""
