@@ -29,11 +29,7 @@ _model, _observation, _drafting = Settings(MODEL), Settings(OBSERVATION), Settin
 
 
 def _check_device(name: str, value: object) -> None:
-    """Refuse what names no device; whether this machine has it is checked where the engine is built.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse what names no device; whether this machine has it is checked where the engine is built."""
     if not isinstance(value, str) or _DEVICE.fullmatch(value) is None:
         raise ConfigError(name, value, "use auto, cpu, cuda or cuda:N")
 
@@ -243,10 +239,8 @@ class EngineConfig:
 
 
 def config_of(model: EngineConfig | str | Path, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that the arguments of `LLM` mean.
-
-    Raises:
-        InputError: an unknown or bad argument, or one beside an `EngineConfig`.
+    """The configuration that the arguments of `LLM` mean. Raises InputError: an unknown or bad argument, or one beside
+    an `EngineConfig`.
     """
     if not isinstance(model, EngineConfig):
         return from_mapping(EngineConfig, {"model": model, "spec": spec, **options})

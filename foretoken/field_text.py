@@ -68,10 +68,8 @@ def _parse_list(field: str, text: str, kind: object, separator: str, expected: l
 
 
 def words(name: str, text: str) -> tuple[str, ...]:
-    """The items of a comma-separated list, each once: one named twice would be measured and counted twice.
-
-    Raises:
-        ConfigError: it is empty.
+    """The items of a comma-separated list, each once: one named twice would be measured and counted twice. Raises
+    ConfigError: it is empty.
     """
     found = _each_once(word.strip() for word in text.split(",") if word.strip())
     if not found:
@@ -80,11 +78,7 @@ def words(name: str, text: str) -> tuple[str, ...]:
 
 
 def wholes(name: str, text: str) -> tuple[int, ...]:
-    """The whole numbers of a comma-separated list, each once.
-
-    Raises:
-        ConfigError: it is empty, or holds something else.
-    """
+    """The whole numbers of a comma-separated list, each once. Raises ConfigError: none, or something else."""
     remedy = "must be whole numbers separated by commas"
     return _each_once(_number(name, word, int, remedy) for word in words(name, text))
 
@@ -95,11 +89,7 @@ def wholes_or_auto(name: str, text: str) -> tuple[int | Literal["auto"], ...]:
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:
-    """The numbers of a comma-separated list, each once.
-
-    Raises:
-        ConfigError: it is empty, or holds something else.
-    """
+    """The numbers of a comma-separated list, each once. Raises ConfigError: it is empty, or holds something else."""
     return _each_once(_number(name, word, float, "must be numbers separated by commas") for word in words(name, text))
 
 
@@ -115,22 +105,14 @@ def _number(name: str, word: str, kind: Callable[[str], _Number], remedy: str) -
 
 
 def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
-    """Build a config from a mapping; an unknown key is an error that names the nearest known one.
-
-    Raises:
-        ConfigError: unknown key.
-    """
+    """Build a config from a mapping; an unknown key is a `ConfigError` that names the nearest known one."""
     for key, value in values.items():
         check_option(kind, key, value)
     return kind(**values)
 
 
 def check_option(kind: type, key: str, value: object) -> None:
-    """Refuse an option that the configuration `kind` does not have.
-
-    Raises:
-        ConfigError: names the nearest option that exists.
-    """
+    """Refuse (`ConfigError`) an option that the configuration `kind` does not have; the nearest one is named."""
     known = [field.name for field in fields(kind)]
     if key not in known:
         for other in (SamplingParams, SpecConfig):

@@ -18,10 +18,8 @@ from foretoken.server.config import ServerConfig
 
 
 def app(args: Mapping[str, Any]) -> Any:  # noqa: ANN401 - ray.serve's Application
-    """The application that `args` describe.
-
-    Raises:
-        ConfigError, InputError: an unknown or invalid setting, or one that replicas cannot honour.
+    """The application that `args` describe. Raises ConfigError, InputError: an unknown or invalid setting, or one that
+    replicas cannot honour.
     """
     from foretoken.scale.deploy import application  # late: the checks of `configs_of` need no Ray
 
@@ -29,10 +27,8 @@ def app(args: Mapping[str, Any]) -> Any:  # noqa: ANN401 - ray.serve's Applicati
 
 
 def configs_of(args: Mapping[str, Any]) -> tuple[ServerConfig, RayOptions]:
-    """The configurations that `args` mean, checked as `foretoken serve --ray` checks them.
-
-    Raises:
-        ConfigError, InputError: see `app`.
+    """The configurations that `args` mean, checked as `foretoken serve --ray` checks them. Raises ConfigError,
+    InputError: see `app`.
     """
     command = LazyVerbs()["serve"]
     settings = {

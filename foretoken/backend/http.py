@@ -168,10 +168,8 @@ class Endpoint:
         await self.client.aclose()
 
     async def open(self) -> None:
-        """Find the model's name, where none was given.
-
-        Raises:
-            UnavailableError: the endpoint does not answer, or names no model.
+        """Find the model's name, where none was given. Raises UnavailableError: the endpoint does not answer, or names
+        no model.
         """
         if self.model:
             return
@@ -216,11 +214,7 @@ class HttpBackend:
     """
 
     def __init__(self, server: ServerAddress) -> None:
-        """Ask for its model.
-
-        Raises:
-            UnavailableError: it does not answer, or names no model.
-        """
+        """Ask for its model. Raises UnavailableError: it does not answer, or names no model."""
         self.server, self.name = server, server.url
         self.client = httpx2.Client(**server.client_options())
         try:
@@ -275,10 +269,8 @@ class HttpBackend:
         )
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
-        """Answer one question; times are those at which pieces came.
-
-        Raises:
-            InputError, UnavailableError, ForetokenError: see `AnsweringBackend.answer`.
+        """Answer one question; times are those at which pieces came. Raises InputError, UnavailableError,
+        ForetokenError: see `AnsweringBackend.answer`.
         """
         check_question(self.name, question, drafting, self.capabilities)
         if drafting.kind not in (None, SERVED):
@@ -328,10 +320,8 @@ class HttpBackend:
         return None if page is None else read_spec_counters(page)
 
     def position_counters(self) -> PositionCounters | None:
-        """Drafts, and accepted tokens by position, by its `/metrics`; None where it has no such series.
-
-        Raises:
-            UnavailableError: it does not answer.
+        """Drafts, and accepted tokens by position, by its `/metrics`; None where it has no such series. Raises
+        UnavailableError: it does not answer.
         """
         page = self._metrics()
         return None if page is None else read_position_counters(page)
@@ -377,9 +367,5 @@ def _answer(reader: EventReader) -> Answer:
 
 
 def open_http(options: BackendOptions) -> HttpBackend:
-    """The server at the address `options.name`.
-
-    Raises:
-        UnavailableError: it does not answer.
-    """
+    """The server at the address `options.name`. Raises UnavailableError: it does not answer."""
     return HttpBackend(ServerAddress(options.name, options.served_model, model_option=options.model_option))

@@ -145,10 +145,8 @@ class LlamaCppBackend(AnsweringBackend):
         return (*((without,) if missing else ()), _TIMING)
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
-        """Answer greedily; without drafting its speed alone.
-
-        Raises:
-            InputError, ForetokenError: see `AnsweringBackend.answer`.
+        """Answer greedily; without drafting its speed alone. Raises InputError, ForetokenError: see
+        `AnsweringBackend.answer`.
         """
         check_question(self.name, question, drafting, self.capabilities)
         if drafting.kind is None:
@@ -185,10 +183,7 @@ class LlamaRuns:
 
     def plain(self, question: Question) -> Answer:
         """Speed alone: llama-bench reads as many tokens as the prompt has, and decodes as many as are wanted behind
-        them. They have no meaning, and speed does not depend on the text.
-
-        Raises:
-            ForetokenError: the program failed.
+        them. They have no meaning, and speed does not depend on the text. Raises ForetokenError: the program failed.
         """
         length = max(1, self.count(question.text))
         return parse_bench(self._bench(0, question.max_tokens, length), self._bench(length, 0, 0))
@@ -201,10 +196,7 @@ class LlamaRuns:
 
     def speculative(self, kind: Kind, question: Question, num_draft: int | None, draft: Path | None = None) -> Answer:
         """Answer greedily with `num_draft` drafted tokens (None: as the program comes) of the GGUF file `draft`, where
-        the kind takes one.
-
-        Raises:
-            ForetokenError: the program failed.
+        the kind takes one. Raises ForetokenError: the program failed.
         """
         # The file, since an argument would have its escapes replaced and a text file its last line end removed.
         with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
@@ -231,10 +223,8 @@ class LlamaRuns:
 
 
 def parse_bench(decoding: str, reading: str) -> Answer:
-    """The answer that `llama-bench -o json` reports of decoding, behind a prompt that it reports of reading.
-
-    Raises:
-        ForetokenError: no result in an output.
+    """The answer that `llama-bench -o json` reports of decoding, behind a prompt that it reports of reading. Raises
+    ForetokenError: no result in an output.
     """
     (tokens, seconds), (_, prompt_s) = _bench_result(decoding), _bench_result(reading)
     return Answer(
@@ -263,10 +253,7 @@ def _bench_result(output: str) -> tuple[int, float]:
 
 def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = False) -> Answer:
     """The answer that a speculating program prints, with the counts of its log (the error stream); lookahead drafts no
-    fixed number.
-
-    Raises:
-        ForetokenError: no result in the output.
+    fixed number. Raises ForetokenError: no result in the output.
     """
     encoded = re.search(r"encoded\s+\d+ tokens in\s+([\d.]+) seconds", log)
     decoded = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", log)

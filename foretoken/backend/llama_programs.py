@@ -40,11 +40,7 @@ class LlamaCpp:
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
-        """Look for the programs in `folder`, its `bin` and its `build/bin`.
-
-        Raises:
-            StorageError: a program is missing.
-        """
+        """Look for the programs in `folder`, its `bin` and its `build/bin`. Raises StorageError: a program is missing."""
         for place in (folder, folder / "bin", folder / "build" / "bin"):
             bench, speculative = place / "llama-bench", place / "llama-speculative-simple"
             if bench.is_file() and speculative.is_file():
@@ -78,10 +74,8 @@ class LlamaCpp:
         return found.group(1).strip() if found else "unknown"
 
     def as_gguf(self, checkpoint: Path, dtype: str = "auto") -> Path:
-        """A GGUF file as it is; a folder converted to `dtype` ("auto": its own).
-
-        Raises:
-            StorageError, ForetokenError: see `convert`.
+        """A GGUF file as it is; a folder converted to `dtype` ("auto": its own). Raises StorageError, ForetokenError:
+        see `convert`.
         """
         if is_gguf(checkpoint):
             return checkpoint
@@ -104,9 +98,7 @@ class LlamaCpp:
 
     def converted(self, checkpoint: Path, outtype: str, gguf: Path, tokenizer: Path, *more: str) -> Path:
         """What the converter makes of a folder, whose tokenizer is in the folder `tokenizer`, with `more` arguments.
-
-        Raises:
-            StorageError, ForetokenError: see `convert`.
+        Raises StorageError, ForetokenError: see `convert`.
         """
         if self.converter is None:
             raise StorageError("convert_hf_to_gguf.py was not found; name it in FORETOKEN_LLAMA_CPP_CONVERT")
@@ -175,10 +167,8 @@ def parsed(command: list[str], parse: Callable[[str, str], _Result]) -> _Result:
 
 
 def run_program(command: list[str]) -> tuple[str, str]:
-    """Standard output and error stream of a program that ended well.
-
-    Raises:
-        ForetokenError: it cannot be started, ran for half an hour, or ended with a code.
+    """Standard output and error stream of a program that ended well. Raises ForetokenError: it cannot be started, ran
+    for half an hour, or ended with a code.
     """
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)

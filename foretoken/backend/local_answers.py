@@ -64,9 +64,7 @@ class LocalWay:
 
     def answer(self, question: Question, tenant: str) -> Answer:
         """Answer alone, timed outside the engine; requests of one `tenant` share prefixes and what was drafted from.
-
-        Raises:
-            ForetokenError: the engine failed, or gave no token.
+        Raises ForetokenError: the engine failed, or gave no token.
         """
         llm = self.llm
         self._policy = llm.reset_controller(self._policy)
@@ -153,10 +151,8 @@ class LocalAnswers(AnsweringBackend):
         return found
 
     def way(self, drafting: Drafting) -> LocalWay:
-        """What answers with this drafting.
-
-        Raises:
-            ConfigError: no such drafter or option, or a draft that was not given.
+        """What answers with this drafting. Raises ConfigError: no such drafter or option, or a draft that was not
+        given.
         """
         if drafting not in self._ways:
             spec, takes_prediction = SpecConfig(), False
@@ -170,10 +166,8 @@ class LocalAnswers(AnsweringBackend):
         return self._ways[drafting]
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
-        """Answer one question; the drafters are loaded before its time begins.
-
-        Raises:
-            InputError, ForetokenError: see `AnsweringBackend.answer`.
+        """Answer one question; the drafters are loaded before its time begins. Raises InputError, ForetokenError: see
+        `AnsweringBackend.answer`.
         """
         check_question(self.name, question, drafting, self.capabilities)
         way = self.way(drafting)
@@ -204,11 +198,7 @@ class LocalAnswers(AnsweringBackend):
 
 
 def open_local(options: BackendOptions) -> LocalAnswers:
-    """An engine for the model.
-
-    Raises:
-        InputError, ModelError, StorageError: see `LLM`.
-    """
+    """An engine for the model. Raises InputError, ModelError, StorageError: see `LLM`."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     llm = LLM(options.model, SpecConfig(), dtype=options.dtype, device=options.device)

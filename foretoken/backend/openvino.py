@@ -40,11 +40,7 @@ _IR_FILE = "openvino_model.xml"
 
 
 def _package() -> ModuleType:
-    """openvino_genai.
-
-    Raises:
-        InputError: it is not installed.
-    """
+    """openvino_genai. Raises InputError: it is not installed."""
     try:
         import openvino_genai
     except ImportError as error:
@@ -186,10 +182,7 @@ def _streamer(package: Any) -> tuple[Any, list[tuple[float, int]]]:  # noqa: ANN
 
 def draft_folder(package: Any, draft: Path) -> Path:  # noqa: ANN401 - openvino_genai has no types
     """A draft as a folder in OpenVINO's format, which alone it takes as one: a GGUF file is written as such a folder
-    beside it, once.
-
-    Raises:
-        StorageError: the folder cannot be written.
+    beside it, once. Raises StorageError: the folder cannot be written.
     """
     if not is_gguf(draft):
         return draft

@@ -22,11 +22,7 @@ _PREFIXES = ("/v1", "/v3")  # the second is that of OpenVINO Model Server
 
 
 def check_address(field: str, url: str, key_variable: str = DEFAULT_KEY_VARIABLE) -> None:
-    """Refuse what is no address of a server, or holds a password.
-
-    Raises:
-        InputError: names `field`.
-    """
+    """Refuse what is no address of a server, or holds a password. Raises InputError: names `field`."""
     check_text(field, url)
     try:
         parts = urlsplit(url)
@@ -92,11 +88,7 @@ def is_address(name: str) -> bool:
 
 
 def check_backends(names: Sequence[str], field: str = "backends") -> None:
-    """Refuse names of no backend, before any is opened; `field` is the option that holds them.
-
-    Raises:
-        InputError: names it and lists those that exist.
-    """
+    """Refuse (`InputError`) names of no backend, before any is opened; `field` is the option that holds them."""
     if not names:
         raise InputError(field, "", f"name at least one of {_known()}")
     for name in names:

@@ -138,10 +138,8 @@ class _Asked:
 
 
 def _asked(texts: Mapping[str, str | None], chat: bool) -> _Asked:
-    """What the options ask for, of which exactly one is given.
-
-    Raises:
-        InputError: none or several, or one that cannot be meant.
+    """What the options ask for, of which exactly one is given. Raises InputError: none or several, or one that cannot
+    be meant.
     """
     text, ids, messages = texts["prompt"], texts["prompt_ids"], texts["messages"]
     if sum(value is not None for value in (text, ids, messages)) != 1:

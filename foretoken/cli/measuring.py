@@ -69,10 +69,8 @@ def finish(report: Report, as_json: bool) -> None:
 
 
 def require_pass(verb: str, checks: Sequence[Check], passed: bool) -> None:
-    """End with the gate's exit code unless checks were made and all were passed.
-
-    Raises:
-        GateError: names the checks that failed.
+    """End with the gate's exit code unless checks were made and all were passed. Raises GateError: names the checks
+    that failed.
     """
     if wrong := failed(checks):
         names = dict.fromkeys(f"{check.name} ({check.where})" for check in wrong)
@@ -100,11 +98,7 @@ _OF_ENGINES = ("draft", "num_draft", "dtype", "device", "threads")  # an address
 
 
 def refuse_set(context: typer.Context, names: Sequence[str], remedy: str) -> None:
-    """Refuse options that would have no effect.
-
-    Raises:
-        ConfigError: one of `names` is set; names it.
-    """
+    """Refuse options that would have no effect. Raises ConfigError: one of `names` is set; names it."""
     for name in names:
         if name in context.params and is_set(context, name):
             raise ConfigError(name, context.params[name], remedy)
@@ -136,10 +130,8 @@ def source_of(context: typer.Context, backend: str, option: str = "backend") -> 
 
 
 def refuse_of_engines(context: typer.Context, address: str, names: Sequence[str] = _OF_ENGINES) -> None:
-    """Refuse options of engines in this process for a server, which has its model and drafts as it was started.
-
-    Raises:
-        ConfigError: one is set; names it.
+    """Refuse options of engines in this process for a server, which has its model and drafts as it was started. Raises
+    ConfigError: one is set; names it.
     """
     refuse_set(context, names, f"{address} was started with its own; leave it out")
 

@@ -84,10 +84,8 @@ def default_command(group: object) -> str | None:
 
 
 def check_environment(root: TyperGroup) -> None:
-    """Refuse a `FORETOKEN_*` variable that no setting reads.
-
-    Raises:
-        ConfigError: names the variable and the nearest known one.
+    """Refuse a `FORETOKEN_*` variable that no setting reads. Raises ConfigError: names the variable and the nearest
+    known one.
     """
     for variable in _OTHER_VARIABLES & os.environ.keys():
         check_text(variable, os.environ[variable])
@@ -158,9 +156,6 @@ def origin(verb: str, name: str) -> str:
 def _from_text(kind: _Kind, variable: str, value: str) -> str | list[str]:
     """A variable's value, checked as a flag's would be: a list is written with commas, or as a JSON list of texts where
     they hold commas.
-
-    Raises:
-        InputError: names the variable.
     """
     check_text(variable, value)
     if kind.is_list:
@@ -246,11 +241,7 @@ def _read_file() -> dict[str, Any]:
 
 
 def _check_table(table: Mapping[str, Any], command: TyperGroup | TyperCommand, verb: str) -> None:
-    """Refuse what no verb has, and values that an option cannot take.
-
-    Raises:
-        ConfigError: names the file, the key, the value and what it must be.
-    """
+    """Refuse what no verb has, and values that an option cannot take."""
     where = f"[{verb.replace(' ', '.')}] in {_path()}" if verb else str(_path())
     default = default_command(command)
     commands = command.commands if isinstance(command, TyperGroup) else {}

@@ -159,11 +159,7 @@ def _plan_memory(given: Mapping[str, Any]) -> None:
 
 
 def _check_given(context: typer.Context, is_fleet: bool) -> None:
-    """Refuse options that would have no effect.
-
-    Raises:
-        ConfigError: names the first one.
-    """
+    """Refuse options that would have no effect."""
     remedy = (
         "is of memory: leave it out, or --fleet" if is_fleet else "needs --fleet PROFILE: add it, or leave this out"
     )
@@ -173,11 +169,7 @@ def _check_given(context: typer.Context, is_fleet: bool) -> None:
 
 
 def _check_fits(target: str, load: Load, budget: Budget, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a load that fits with none of the drafts.
-
-    Raises:
-        CapacityError: says what is missing.
-    """
+    """Refuse a load that fits with none of the drafts."""
     if any(row["fits"] for row in rows):
         return
     row = min(rows, key=lambda row: int(str(row["missing_bytes"])))

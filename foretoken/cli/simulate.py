@@ -155,10 +155,8 @@ def acceptance_of(text: str) -> Chances | str:
 
 
 def settings_of(text: str | None, profile: Profile) -> tuple[SimSetting, ...]:
-    """The settings that are named, each once; without a text plain decoding and each drafter of the profile.
-
-    Raises:
-        ConfigError: none is named, or one that does not exist.
+    """The settings that are named, each once; without a text plain decoding and each drafter of the profile. Raises
+    ConfigError: none is named, or one that does not exist.
     """
     if text is None:
         return (SimSetting(), *(SimSetting((drafter,), None) for drafter in profile.drafters))
@@ -174,11 +172,7 @@ def words_of(text: str) -> list[str]:
 
 
 def lengths_of(field: str, text: str) -> Lengths:
-    """A number of tokens, or LOW-HIGH.
-
-    Raises:
-        InputError: neither, or more than can be simulated.
-    """
+    """A number of tokens, or LOW-HIGH. Raises InputError: neither, or more than can be simulated."""
     low, found, high = text.partition("-")
     if not is_count(low) or (found and not is_count(high)) or not 1 <= int(low) <= int(high or low):
         raise InputError(field, text, "must be a number of tokens, or LOW-HIGH")
@@ -291,11 +285,7 @@ def simulate(
 
 
 def _check_slices(names: Sequence[str], bench: Path | None, settings: Sequence[SimSetting]) -> None:
-    """Refuse built-in arrivals whose acceptance nothing tells.
-
-    Raises:
-        ConfigError: a setting drafts, and no result of the bench is given.
-    """
+    """Refuse built-in arrivals whose acceptance nothing tells."""
     if names and bench is None and any(one.drafters for one in settings):
         slices = ", ".join(SHAPES[names[0]].slices)
         remedy = (

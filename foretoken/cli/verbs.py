@@ -133,10 +133,8 @@ class Root(Group):
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
-        """The verb that `args` begin with.
-
-        Raises:
-            USAGE_ERROR: there is none of this name; names what replaces one of earlier versions.
+        """The verb that `args` begin with. Raises USAGE_ERROR: there is none of this name; names what replaces one of
+        earlier versions.
         """
         if args[0] in MOVED:
             raise USAGE_ERROR(f"no such command: {args[0]}; use {MOVED[args[0]]}", ctx=ctx)
@@ -164,11 +162,7 @@ class Root(Group):
 
 
 def _load(name: str) -> TyperCommand | TyperGroup:
-    """Import a verb.
-
-    Raises:
-        KeyError: there is none of this name.
-    """
+    """Import a verb. Raises KeyError: there is none of this name."""
     source = VERBS[name]
     module, _, attribute = (source.place or f"{name}:{name}").partition(":")
     with signals_end():

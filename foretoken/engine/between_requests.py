@@ -26,19 +26,15 @@ class BetweenRequests(ABC):
     _turns: Turns
 
     def prepare(self, spec: SpecConfig) -> None:
-        """Load the drafters that `spec` names, each once; requests go on meanwhile.
-
-        Raises:
-            InputError, ModelError, StorageError: see `DrafterFactory.make`.
+        """Load the drafters that `spec` names, each once; requests go on meanwhile. Raises InputError, ModelError,
+        StorageError: see `DrafterFactory.make`.
         """
         check_spec(spec)
         self._open_loader().load(spec)
 
     def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:
-        """The drafters of `spec` that are loaded, in its order; None: all.
-
-        Raises:
-            InputError: not a `SpecConfig`, or this was closed.
+        """The drafters of `spec` that are loaded, in its order; None: all. Raises InputError: not a `SpecConfig`, or
+        this was closed.
         """
         if spec is not None:
             check_spec(spec)
@@ -66,10 +62,8 @@ class BetweenRequests(ABC):
         replaced.clear()  # not before: what is loaded shares the weights of what is in use
 
     def take_drafters(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
-        """Take the drafters of `spec` out, with all they remember: its next request gets new ones.
-
-        Raises:
-            InputError: requests are running.
+        """Take the drafters of `spec` out, with all they remember: its next request gets new ones. Raises InputError:
+        requests are running.
         """
         check_spec(spec)
         loader = self._open_loader()
@@ -80,10 +74,7 @@ class BetweenRequests(ABC):
 
     def put_drafters(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
         """Use drafters that `take_drafters` returned, or others under their keys (`draft.group.drafter_key`), from the
-        next request on.
-
-        Raises:
-            InputError: requests are running.
+        next request on. Raises InputError: requests are running.
         """
         loader = self._open_loader()
         with self._turns.lock:
@@ -92,10 +83,8 @@ class BetweenRequests(ABC):
 
     def reset_controller(self, policy: Policy | None = None) -> Policy:
         """Let the controller forget what it has observed (step times, acceptance), except the costs it began with; or
-        let it go on with `policy`, which an earlier call returned. Returns the policy in use from now on.
-
-        Raises:
-            InputError: requests are running.
+        let it go on with `policy`, which an earlier call returned. Returns the policy in use from now on. Raises
+        InputError: requests are running.
         """
         with self._turns.lock:
             self._check_idle("the controller is reset")

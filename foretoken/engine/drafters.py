@@ -87,10 +87,8 @@ class DrafterFactory:
 
     def open_draft(self, folder: Path, draft_dtype: str = "auto") -> LanguageModel:
         """The draft model in `folder` with a cache of its own; weights that another drafter has in use are not loaded
-        again. `draft_dtype` "auto" takes the target's number format and, where that is quantised, its bits.
-
-        Raises:
-            CheckpointError, UnsupportedModelError, ConfigError, InputError: see `open_model`.
+        again. `draft_dtype` "auto" takes the target's number format and, where that is quantised, its bits. Raises
+        CheckpointError, UnsupportedModelError, ConfigError, InputError: see `open_model`.
         """
         self._num_opened += 1
         options = self.options
@@ -176,11 +174,7 @@ def add_drafter(
 
 
 def _check_made(drafter: object, name: str) -> None:
-    """Refuse what is no drafter, before a request is started with it.
-
-    Raises:
-        ConfigError: it lacks a method or a name, or is a class and no object.
-    """
+    """Refuse what is no drafter, before a request is started with it."""
     needed = ["start", "propose", "finish", *([] if getattr(drafter, "only_follows", False) else ["commit"])]
     missing = [method for method in needed if not callable(getattr(drafter, method, None))]
     if missing or isinstance(drafter, type) or not isinstance(getattr(drafter, "name", None), str):
@@ -220,10 +214,8 @@ class DrafterLoader:
         self._loading = threading.Lock()  # one drafter at a time: two threads may want the same one
 
     def with_head_kind(self, spec: SpecConfig) -> SpecConfig:
-        """`heads.kind.with_head_kind`; the files of each head are read once.
-
-        Raises:
-            CheckpointError, UnsupportedModelError, ConfigError: see there.
+        """`heads.kind.with_head_kind`; the files of each head are read once. Raises CheckpointError,
+        UnsupportedModelError, ConfigError: see there.
         """
         return with_head_kind(spec, self._kind_of)
 
@@ -240,10 +232,8 @@ class DrafterLoader:
         return all(key in self.group.drafters for key in own_drafters(spec))
 
     def load(self, spec: SpecConfig) -> None:
-        """Load what `spec` names and is not loaded yet; only adding a drafter waits for the step that runs.
-
-        Raises:
-            InputError, ModelError, StorageError: see `DrafterFactory.make`.
+        """Load what `spec` names and is not loaded yet; only adding a drafter waits for the step that runs. Raises
+        InputError, ModelError, StorageError: see `DrafterFactory.make`.
         """
         if self.has_all(spec):
             return

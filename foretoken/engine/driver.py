@@ -58,11 +58,7 @@ class Turns:
 
     @property
     def lock(self) -> threading.RLock:
-        """See the class.
-
-        Raises:
-            InputError: see `check_process`.
-        """
+        """See the class. Raises InputError: see `check_process`."""
         self.check_process()
         return self._lock
 
@@ -72,11 +68,7 @@ class Turns:
         return os.getpid() != self._process
 
     def check_process(self) -> None:
-        """Refuse a fork of the process in which this was made.
-
-        Raises:
-            InputError: this process is one.
-        """
+        """Refuse (`InputError`) a fork of the process in which this was made."""
         check_not_forked("llm", self._process)
 
     def __enter__(self) -> None:
@@ -129,10 +121,8 @@ class Driver:
     # ---- who may use the engine
 
     def claim(self, owner: Owner) -> None:
-        """Let `owner` alone run requests, until `disclaim`.
-
-        Raises:
-            InputError: the engine was closed, has an owner, or still answers requests.
+        """Let `owner` alone run requests, until `disclaim`. Raises InputError: the engine was closed, has an owner, or
+        still answers requests.
         """
         with self._turns.lock:
             self._check_open()
@@ -151,10 +141,8 @@ class Driver:
         self.owner = None
 
     def check_user(self, user: Owner | None = None) -> None:
-        """Refuse all but the owner while there is one, and everybody when the engine was closed.
-
-        Raises:
-            InputError: `user` may not run requests.
+        """Refuse all but the owner while there is one, and everybody when the engine was closed. Raises InputError:
+        `user` may not run requests.
         """
         self._check_open()
         if self.owner is not user:
@@ -179,11 +167,7 @@ class Driver:
             return state
 
     def step(self, user: Owner | None = None) -> list[StepOutput]:
-        """One step of the engine.
-
-        Raises:
-            InputError: see `check_user`.
-        """
+        """One step of the engine. Raises InputError: see `check_user`."""
         with self._turns:
             with self._turns.lock:
                 self.check_user(user)
@@ -241,10 +225,8 @@ class Driver:
         return states
 
     def stream(self, prepared: PreparedRequest) -> Generator[StepOutput]:
-        """Yield what each step emits for one request; closing the generator frees the request.
-
-        Raises:
-            ForetokenError: the error of a request that failed; the engine was closed half-way.
+        """Yield what each step emits for one request; closing the generator frees the request. Raises ForetokenError:
+        the error of a request that failed; the engine was closed half-way.
         """
         states, inbox = list[RequestState](), deque[StepOutput]()
         try:

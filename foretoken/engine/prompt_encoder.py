@@ -83,10 +83,8 @@ class PromptEncoder:
         context: int | None = None,
     ) -> list[int]:
         """Token ids of `render_chat`; the template writes its own begin-of-text token, so none is added. Special tokens
-        in the messages and tools are text: only the template writes special tokens.
-
-        Raises:
-            InputError, CheckpointError, MismatchError, ContextLengthError: see `render_chat`, `encode`.
+        in the messages and tools are text: only the template writes special tokens. Raises InputError, CheckpointError,
+        MismatchError, ContextLengthError: see `render_chat`, `encode`.
         """
         specials = () if self._tokenizer is None else self._tokenizer.special_texts
         with _shallow():
@@ -114,10 +112,8 @@ class PromptEncoder:
         return self._encode("messages", part, add_special_tokens=False, is_plain=is_plain)
 
     def encode_plain(self, field: str, text: str, context: int | None = None) -> list[int]:
-        """Token ids of a text in which nothing is a special token; `field` names it in errors.
-
-        Raises:
-            InputError, MismatchError, ContextLengthError: see `encode`.
+        """Token ids of a text in which nothing is a special token; `field` names it in errors. Raises InputError,
+        MismatchError, ContextLengthError: see `encode`.
         """
         self._check_minimum(field, text, context, is_plain=True)
         return self._encode(field, text, add_special_tokens=False, is_plain=True)
@@ -148,10 +144,8 @@ class PromptEncoder:
 
 
 def _check_template_values(tools: object, options: object) -> None:
-    """What a chat template gets beside the messages.
-
-    Raises:
-        InputError: tools that are no list of mappings, options that are no mapping.
+    """What a chat template gets beside the messages. Raises InputError: tools that are no list of mappings, options
+    that are no mapping.
     """
     if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         example = '{"type": "function", "function": {"name": "now"}}'
@@ -169,11 +163,7 @@ def _check_text(field: str, text: object) -> str:
 
 
 def _check_media(messages: Conversation) -> None:
-    """Refuse what is no text: templates of models that see write a token for it, and there would be nothing behind it.
-
-    Raises:
-        InputError: names the message.
-    """
+    """Refuse what is no text: a template writes a token for it, and there would be nothing behind it."""
     for place, message in enumerate(messages):
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else ():

@@ -19,9 +19,7 @@ Conversation = Sequence[Message]
 
 def as_prompts(prompts: object) -> list[Prompt]:
     """One text, one list of ids, or a list of either, as a list of prompts; tensors and arrays of ids count as lists.
-
-    Raises:
-        InputError: anything else.
+    Raises InputError: anything else.
     """
     prompts = _plain(prompts)
     if isinstance(prompts, str):
@@ -34,11 +32,7 @@ def as_prompts(prompts: object) -> list[Prompt]:
 
 
 def as_prompt(prompt: object) -> Prompt:
-    """One text, or one list of ids; a tensor or array of ids counts as a list.
-
-    Raises:
-        InputError: anything else.
-    """
+    """One text, or one list of ids; a tensor or array of ids counts as a list. Raises InputError: anything else."""
     plain = _plain(prompt)
     if not isinstance(plain, str | list):
         raise InputError("prompt", prompt, "give a text or a list of token ids")
@@ -46,21 +40,15 @@ def as_prompt(prompt: object) -> Prompt:
 
 
 def as_conversations(messages: object) -> list[Conversation]:
-    """One conversation, or a list of them, as a list.
-
-    Raises:
-        InputError: anything else.
-    """
+    """One conversation, or a list of them, as a list. Raises InputError: anything else."""
     if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
         return [as_conversation(one) for one in messages]
     return [as_conversation(messages)]
 
 
 def as_conversation(messages: object) -> Conversation:
-    """A list of at least one message, each a mapping whose `role` is a text.
-
-    Raises:
-        InputError: anything else; names the message.
+    """A list of at least one message, each a mapping whose `role` is a text. Raises InputError: anything else; names
+    the message.
     """
     example = '{"role": "user", "content": "Hello"}'
     if not isinstance(messages, list | tuple) or not messages:
@@ -73,11 +61,8 @@ def as_conversation(messages: object) -> Conversation:
 
 def prompt_content(where: str, item: Mapping[str, Any]) -> str | tuple[Message, ...] | tuple[int, ...]:
     """What one object of a file of prompts asks: its `messages` (a conversation, up to its last answer), `prompt_ids`
-    or `prompt` (a text).
-
-    Raises:
-        InputError: none of these, messages that are no conversation or an answer alone, or tools; names the place
-            `where`.
+    or `prompt` (a text). Raises InputError: none of these, messages that are no conversation or an answer alone, or
+    tools; names the place `where`.
     """
     check_no_tools(where, item)
     if "messages" in item:
@@ -95,10 +80,8 @@ def prompt_content(where: str, item: Mapping[str, Any]) -> str | tuple[Message, 
 
 
 def asked_messages(where: str, messages: Conversation) -> tuple[Message, ...]:
-    """A conversation up to its last answer, which is not sent; contents in parts are joined where all are texts.
-
-    Raises:
-        InputError: an answer alone; names the place `where`.
+    """A conversation up to its last answer, which is not sent; contents in parts are joined where all are texts. Raises
+    InputError: an answer alone; names the place `where`.
     """
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if not asked:
@@ -124,21 +107,15 @@ def text_parts(content: object) -> list[str] | None:
 
 
 def check_no_tools(where: str, request: Mapping[str, Any]) -> None:
-    """Refuse a request with tools, which a conversation's messages do not hold.
-
-    Raises:
-        InputError: it has some; names the place `where`.
-    """
+    """Refuse (`InputError`) a request with tools, which messages do not hold; `where` names its place."""
     for key in ("tools", "functions"):
         if request.get(key):
             raise InputError("prompts", where, f'has "{key}": {TOOLS_REMEDY}')
 
 
 def check_no_tool_calls(where: str, messages: object) -> None:
-    """Refuse messages that call tools or are their results, for readers that keep only `role` and `content`.
-
-    Raises:
-        InputError: there is one; names the place `where`.
+    """Refuse messages that call tools or are their results, for readers that keep only `role` and `content`. Raises
+    InputError: there is one; names the place `where`.
     """
     for message in messages if isinstance(messages, list | tuple) else ():
         if not isinstance(message, Mapping):
@@ -152,11 +129,7 @@ def check_no_tool_calls(where: str, messages: object) -> None:
 
 
 def per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]
-    """One value for all of `count` prompts, or a list with one for each, as a list.
-
-    Raises:
-        InputError: a list of another length.
-    """
+    """One value for all of `count` prompts, or one for each, as a list. Raises InputError: another number."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:
@@ -172,9 +145,7 @@ def _plain(value: object) -> object:
 
 def check_length(num_tokens: int, context: int, is_minimum: bool = False) -> None:
     """Whether a prompt of `num_tokens` leaves room for a token of the answer; `is_minimum`: it may have more of them.
-
-    Raises:
-        ContextLengthError: it does not.
+    Raises ContextLengthError: it does not.
     """
     if num_tokens >= context:
         raise ContextLengthError(

@@ -219,11 +219,7 @@ def _is_test_build() -> bool:
 
 
 def compose(backend: Backend, config: ServerConfig) -> Composed:
-    """Everything over a backend.
-
-    Raises:
-        ConfigError, StorageError: keys, history or tracing that cannot be used.
-    """
+    """Everything over a backend. Raises ConfigError, StorageError: keys, history or tracing that cannot be used."""
     observation = Observation(backend, config.observe)
     routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router(), stats_router]
     if _is_test_build() and isinstance(backend, Replicas):

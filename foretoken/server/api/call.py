@@ -57,11 +57,9 @@ class Terms:
 
 
 def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) -> Terms:
-    """What a request is checked against. Its scope takes over the name that the body gives it, and the
-    body for the names of fields in errors.
-
-    Raises:
-        ApiError: no requests are taken now, an unknown field where the server is strict, or another model's name.
+    """What a request is checked against. Its scope takes over the name that the body gives it, and the body for the
+    names of fields in errors. Raises ApiError: no requests are taken now, an unknown field where the server is strict,
+    or another model's name.
     """
     info = api.ready_info()
     _notice_unknown(body, api.config)
@@ -73,11 +71,7 @@ def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) ->
 
 
 def chat_call(body: ChatRequest, terms: Terms) -> Call:
-    """The call of a chat request.
-
-    Raises:
-        ApiError: a field that cannot be honoured.
-    """
+    """The call of a chat request. Raises ApiError: a field that cannot be honoured."""
     info = terms.info
     _refuse_chat_features(body)
     if not info.has_tokenizer or not info.has_chat_template:
@@ -107,9 +101,7 @@ def completion_call(
     body: CompletionRequest, terms: Terms, default_max_tokens: int | None = _COMPLETION_MAX_TOKENS
 ) -> Call:
     """The call of a completion request; `default_max_tokens` is for one that names none (None: to the context's end).
-
-    Raises:
-        ApiError: a field that cannot be honoured.
+    Raises ApiError: a field that cannot be honoured.
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "other than n is not supported")
@@ -127,11 +119,8 @@ def completion_call(
 
 
 def check_model(model: str | None, info: ModelInfo, config: ApiConfig) -> None:
-    """Refuse a name that is not the served model's; a server that speaks llama.cpp's interface takes any, and one that
-    speaks Ollama's takes the name with the tag that its clients add, and without.
-
-    Raises:
-        ApiError: 404.
+    """Refuse (`ApiError` 404) a name that is not the served model's; a server that speaks llama.cpp's interface takes
+    any, one that speaks Ollama's takes the name with the tag that its clients add, and without.
     """
     tag = ":latest" if config.ollama else ""
     is_served = model is None or model.removesuffix(tag) == info.name.removesuffix(tag)
@@ -156,10 +145,8 @@ def wants_rounds(body: SamplingFields, config: ApiConfig) -> bool:
 
 
 def slice_of(body: SamplingFields) -> str:
-    """The kind of text that the request names, in our field or in OpenAI's `metadata`.
-
-    Raises:
-        ApiError: it is no short text.
+    """The kind of text that the request names, in our field or in OpenAI's `metadata`. Raises ApiError: it is no short
+    text.
     """
     if body.foretoken is not None and body.foretoken.slice is not None:
         return body.foretoken.slice
@@ -215,10 +202,8 @@ def _params(
 
 
 def _prompt_logprobs(body: ChatRequest | CompletionRequest, terms: Terms, echoed: int | None = None) -> int | None:
-    """How many alternatives are listed for each token of the prompt: vLLM's field, or as many as `echo` needs.
-
-    Raises:
-        ApiError: too many, or in a stream.
+    """How many alternatives are listed for each token of the prompt: vLLM's field, or as many as `echo` needs. Raises
+    ApiError: too many, or in a stream.
     """
     count = body.prompt_logprobs
     if count is not None and count > terms.config.max_logprobs:
@@ -242,10 +227,8 @@ def _sampling(body: SamplingFields, terms: Terms) -> dict[str, Any]:
 
 def _max_tokens(body: SamplingFields, terms: Terms, named: int | None, default: int | None, num_prompts: int) -> int:
     """The limit of each answer's length, before anything of the size of all answers is made. One that the request does
-    not name is cut to what all answers may have together.
-
-    Raises:
-        ApiError: too many answers, or a named limit that is too long for them.
+    not name is cut to what all answers may have together. Raises ApiError: too many answers, or a named limit that is
+    too long for them.
     """
     config, info = terms.config, terms.info
     n = body.n or 1
@@ -301,31 +284,19 @@ def _checked_stops(body: SamplingFields, config: ApiConfig) -> list[str]:
 
 
 def check_num_prompts(prompts: Sequence[Any], config: ApiConfig) -> None:
-    """Refuse more prompts than a request may have, before any of them is tokenised.
-
-    Raises:
-        ApiError: there are more.
-    """
+    """Refuse (`ApiError`) more prompts than a request may have, before any of them is tokenised."""
     if len(prompts) > config.max_prompts:
         raise invalid("prompt", f"must be at most {config.max_prompts} prompts", len(prompts))
 
 
 def check_num_biases(biases: Sized | None, config: ApiConfig) -> None:
-    """Refuse more entries of `logit_bias` than a request may have, before any of them is tokenised.
-
-    Raises:
-        ApiError: there are more.
-    """
+    """Refuse (`ApiError`) more entries of `logit_bias` than a request may have, before any is tokenised."""
     if len(biases or ()) > config.max_logit_bias:
         raise invalid("logit_bias", f"must have at most {config.max_logit_bias} entries", len(biases or ()))
 
 
 def check_token_ids(param: str, tokens: Sequence[Any], info: ModelInfo) -> None:
-    """Refuse what is no id of a token of the model.
-
-    Raises:
-        ApiError: there is one; shows the first.
-    """
+    """Refuse (`ApiError`, which shows the first) what is no id of a token of the model."""
     for token in tokens:
         if type(token) is not int or not 0 <= token < info.vocab_size:
             raise invalid(param, f"must be whole numbers from 0 to {info.vocab_size - 1}", token)
@@ -367,10 +338,8 @@ def _llama_options() -> dict[str, Any]:
 
 
 def _template_options(body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ApiConfig) -> dict[str, Any]:
-    """What the request, and the interface that it came by, tell the chat template.
-
-    Raises:
-        ApiError: a name that is not on the list, or a message is to be continued and an answer begun.
+    """What the request, and the interface that it came by, tell the chat template. Raises ApiError: a name that is not
+    on the list, or a message is to be continued and an answer begun.
     """
     given = dict(body.chat_template_kwargs or {})
     for name, value in given.items():
@@ -393,11 +362,7 @@ def _template_options(body: ChatRequest, messages: Sequence[Mapping[str, Any]], 
 
 
 def _notice_unknown(body: SamplingFields, config: ApiConfig) -> None:
-    """Warn once of each unknown field, or refuse it.
-
-    Raises:
-        ApiError: a field is unknown and the server is strict.
-    """
+    """Warn once of each unknown field, or refuse it. Raises ApiError: a field is unknown and the server is strict."""
     parts = [body, *(value for value in vars(body).values() if isinstance(value, BaseModel))]
     unknown = [name for part in parts for name in part.model_extra or ()]
     if not unknown:

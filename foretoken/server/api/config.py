@@ -104,10 +104,8 @@ class ApiConfig:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between the events of a stream; 0: none, an event for each step or token.
-
-        Raises:
-            ConfigError: `granularity` is none of the three.
+        """Seconds between the events of a stream; 0: none, an event for each step or token. Raises ConfigError:
+        `granularity` is none of the three.
         """
         if self.granularity in ("step", "token"):
             return 0.0

@@ -52,10 +52,8 @@ class StructuredOutputs(ClosedPart):
 
 
 def structure_fields(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> dict[str, str]:
-    """The one field of `SamplingParams` that holds the answer to its form; {} for free text.
-
-    Raises:
-        ApiError: two forms, none in `structured_outputs`, or a schema that cannot be written as JSON.
+    """The one field of `SamplingParams` that holds the answer to its form; {} for free text. Raises ApiError: two
+    forms, none in `structured_outputs`, or a schema that cannot be written as JSON.
     """
     asked = {} if response_format is None else _of_format(response_format)
     if outputs is None:
@@ -75,11 +73,7 @@ def json_form(schema: dict[str, Any] | None, name: str = "answer") -> ResponseFo
 
 
 def json_text(field: str, value: object) -> str:
-    """A value of a request as JSON text.
-
-    Raises:
-        ApiError: too long, or nested too deeply.
-    """
+    """A value of a request as JSON text. Raises ApiError: too long, or nested too deeply."""
     check_size(field, value)
     try:
         return json.dumps(value)
@@ -88,11 +82,7 @@ def json_text(field: str, value: object) -> str:
 
 
 def check_size(field: str, value: object) -> None:
-    """Refuse what a grammar would refuse for its length, before it is written out: that would hold up the event loop.
-
-    Raises:
-        ApiError: more than `MAX_SCHEMA_CHARS`.
-    """
+    """Refuse (`ApiError`) what is too long for a grammar before it is written out, which holds up the event loop."""
     num_chars, waiting = 0, [value]
     while waiting:
         one = waiting.pop()
@@ -108,9 +98,7 @@ def check_size(field: str, value: object) -> None:
 
 def json_rule(field: str, schema: dict[str, Any], whitespace: str = WHITESPACE) -> str:
     """A Lark expression for JSON text that fits `schema`, with `whitespace` (a regular expression) between its parts.
-
-    Raises:
-        ApiError: too long, nested too deeply, or one that an answer cannot be held to.
+    Raises ApiError: too long, nested too deeply, or one that an answer cannot be held to.
     """
     check_size(field, schema)
     try:

@@ -26,21 +26,13 @@ class TextReader:
         return cls(api, terms.caller.tenant, terms, max_tokens)
 
     def check_fits(self, num_tokens: int, context: int) -> None:
-        """Refuse parts that have `num_tokens` or more, where they are those of a prompt.
-
-        Raises:
-            ApiError: they do not fit.
-        """
+        """Refuse (`ApiError`) parts of a prompt that have `num_tokens` or more, where they do not fit."""
         if self.terms is not None and num_tokens >= context:
             error = ContextLengthError("prompt", f"{num_tokens} tokens or more", f"the context holds {context} tokens")
             raise of_length(error, context, self.max_tokens)
 
     async def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text.
-
-        Raises:
-            ApiError: it does not fit.
-        """
+        """Token ids of a text. Raises ApiError: it does not fit."""
         asked = TextToEncode(
             text, add_special_tokens=add_special_tokens, tenant=self.tenant, must_fit=self.terms is not None
         )

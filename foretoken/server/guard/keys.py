@@ -136,10 +136,8 @@ def _hashed(token: object, where: str, identity: Identity) -> ApiKey:
 
 
 def refuse_public_bind(host: str, keys: KeyRing, insecure: bool) -> None:
-    """Call before listening on `host`.
-
-    Raises:
-        ConfigError: others than this machine can reach it, there is no key, and `insecure` does not allow that.
+    """Call before listening on `host`. Raises ConfigError: others than this machine can reach it, there is no key, and
+    `insecure` does not allow that.
     """
     if not is_loopback(host) and keys.is_open and not insecure:
         raise ConfigError(

@@ -99,11 +99,7 @@ class Quarantine:
                     self._asked_again.discard(one)
 
     def check(self, fingerprint: bytes) -> None:
-        """Let a request pass.
-
-        Raises:
-            InputError: it was in flight at two deaths.
-        """
+        """Let a request pass. Raises InputError: it was in flight at two deaths."""
         self._forget()
         times = self._deaths.get(fingerprint, ())
         if len(times) >= _DEATHS:
@@ -280,11 +276,7 @@ class Replicas:
             worker.kill_now()
 
     def _backends(self) -> dict[int, RemoteBackend]:
-        """The workers that take calls.
-
-        Raises:
-            UnavailableError: there is none.
-        """
+        """The workers that take calls. Raises UnavailableError: there is none."""
         found = {
             worker.number: worker.backend
             for worker in self.workers
@@ -299,11 +291,7 @@ class Replicas:
         return min(self._backends().values(), key=lambda backend: backend.num_open)
 
     async def _of_each(self, ask: Callable[[RemoteBackend], Any]) -> dict[int, dict[str, Any]]:
-        """What each worker says; one that dies meanwhile says nothing.
-
-        Raises:
-            UnavailableError: no worker says anything.
-        """
+        """What each worker says, of those that live; an `UnavailableError` where none says anything."""
         backends = {worker.number: worker.backend for worker in self.workers if worker.backend is not None}
         found = await asyncio.gather(*map(ask, backends.values()), return_exceptions=True)
         said = {number: one for number, one in zip(backends, found, strict=True) if isinstance(one, dict)}

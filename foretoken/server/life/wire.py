@@ -173,10 +173,8 @@ Refuse = Callable[[int, str], None]
 
 
 def packed(value: object) -> bytes:
-    """A message, or a list of them, as bytes.
-
-    Raises:
-        OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds a value that msgpack cannot write.
+    """A message, or a list of them, as bytes. Raises OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds
+    a value that msgpack cannot write.
     """
     data = _ENCODER.encode(value)
     if len(data) > MAX_MESSAGE_BYTES:
@@ -229,10 +227,8 @@ class Channel:
         self._unsent: list[bytes] = []
 
     def send(self, message: Command | Message) -> None:
-        """Write a message soon; without effect once the other side is gone.
-
-        Raises:
-            OverflowError, UnicodeEncodeError, TypeError, ValueError: see `packed`.
+        """Write a message soon; without effect once the other side is gone. Raises OverflowError, UnicodeEncodeError,
+        TypeError, ValueError: see `packed`.
         """
         data = packed(message)
         if not self._unsent:
@@ -250,10 +246,7 @@ class Channel:
 
     async def receive(self, refuse: Refuse | None = None) -> Any:  # noqa: ANN401 - of the union
         """The next message; None when the other side has closed or died. One that cannot be read, but tells its call,
-        is passed over where `refuse` takes the call and the reason.
-
-        Raises:
-            EngineError: what came is no message.
+        is passed over where `refuse` takes the call and the reason. Raises EngineError: what came is no message.
         """
         while (data := await self._data()) is not None:
             try:
@@ -373,10 +366,8 @@ def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def builtin(value: object) -> object:
-    """What msgspec writes in place of a value that it does not know (`enc_hook`).
-
-    Raises:
-        TypeError: a value of another kind.
+    """What msgspec writes in place of a value that it does not know (`enc_hook`). Raises TypeError: a value of another
+    kind.
     """
     if isinstance(value, Path):
         return str(value)

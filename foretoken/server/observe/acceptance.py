@@ -139,10 +139,8 @@ def delete_old_days(connection: sqlite3.Connection) -> None:
 
 
 def series_of(connection: sqlite3.Connection, today: str, alpha: float = ALPHA) -> tuple[AcceptanceSeries, ...]:
-    """What the whole days before `today` say; the probability of a false alarm in any of them is about `alpha`.
-
-    Raises:
-        sqlite3.Error: the file is damaged.
+    """What the whole days before `today` say; the probability of a false alarm in any of them is about `alpha`. Raises
+    sqlite3.Error: the file is damaged.
     """
     found: dict[SeriesName, list[AcceptanceDay]] = {}
     rows = connection.execute(

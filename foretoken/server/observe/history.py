@@ -70,10 +70,8 @@ def connect(path: Path, busy_s: float) -> sqlite3.Connection:
 
 
 def connect_reading(path: Path) -> sqlite3.Connection:
-    """A connection that reads an existing history, also while a server writes to it.
-
-    Raises:
-        StorageError: there is none, or it is of another version.
+    """A connection that reads an existing history, also while a server writes to it. Raises StorageError: there is
+    none, or it is of another version.
     """
     if not path.is_file():
         raise StorageError(f"history: there is no file {path}")
@@ -89,10 +87,8 @@ def connect_reading(path: Path) -> sqlite3.Connection:
 
 
 def check_history(path: Path) -> None:
-    """Refuse at start what could never be written to.
-
-    Raises:
-        StorageError: the file cannot be opened, is another program's, or of a later version.
+    """Refuse at start what could never be written to. Raises StorageError: the file cannot be opened, is another
+    program's, or of a later version.
     """
     try:
         with closing(connect(path, busy_s=5.0)):
@@ -229,9 +225,7 @@ class History(FiguresWriter):
 
 def acceptance_series(path: Path, alpha: float = acceptance.ALPHA) -> tuple[acceptance.AcceptanceSeries, ...]:
     """Acceptance by day of a history, also while a server writes to it, and whether it has fallen: see `series_of`.
-
-    Raises:
-        StorageError: the file cannot be read, or is damaged.
+    Raises StorageError: the file cannot be read, or is damaged.
     """
     with closing(connect_reading(path)) as connection:
         try:
