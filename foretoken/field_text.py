@@ -68,9 +68,7 @@ def _parse_list(field: str, text: str, kind: object, separator: str, expected: l
 
 
 def words(name: str, text: str) -> tuple[str, ...]:
-    """The items of a comma-separated list, each once: one named twice would be measured and counted twice. Raises
-    ConfigError: it is empty.
-    """
+    """The items of a comma-separated list, each once: none is measured twice. Raises ConfigError: it is empty."""
     found = _each_once(word.strip() for word in text.split(",") if word.strip())
     if not found:
         raise ConfigError(name, text, "name at least one, several separated by commas; or leave it out")

@@ -163,9 +163,7 @@ def check_readable(field: str, path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Create the folder of a result and test that it can be written, before minutes of work. Raises StorageError: it
-    cannot be made or written.
-    """
+    """Create the folder of a result and test that it can be written (`StorageError`), before minutes of work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

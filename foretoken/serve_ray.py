@@ -18,18 +18,14 @@ from foretoken.server.config import ServerConfig
 
 
 def app(args: Mapping[str, Any]) -> Any:  # noqa: ANN401 - ray.serve's Application
-    """The application that `args` describe. Raises ConfigError, InputError: an unknown or invalid setting, or one that
-    replicas cannot honour.
-    """
+    """The application that `args` describe. Raises ConfigError, InputError: a setting that cannot be honoured."""
     from foretoken.scale.deploy import application  # late: the checks of `configs_of` need no Ray
 
     return application(*configs_of(args))
 
 
 def configs_of(args: Mapping[str, Any]) -> tuple[ServerConfig, RayOptions]:
-    """The configurations that `args` mean, checked as `foretoken serve --ray` checks them. Raises ConfigError,
-    InputError: see `app`.
-    """
+    """The configurations that `args` mean, checked as `foretoken serve --ray` checks them, see `app`."""
     command = LazyVerbs()["serve"]
     settings = {
         spelling.removeprefix("--").replace("-", "_"): str(one.name)

@@ -87,9 +87,7 @@ class Answer:
 
 
 def answer_from(values: Mapping[str, Any]) -> Answer:
-    """What `dataclasses.asdict` made of an answer, out of a file. Raises KeyError, TypeError, ValueError: it is
-    something else.
-    """
+    """What `dataclasses.asdict` made of an answer, out of a file. Raises KeyError, TypeError, ValueError: it is not."""
     positions = tuple((int(drafted), int(accepted)) for drafted, accepted in values["positions"])
     return Answer(**{**values, "token_ids": tuple(values["token_ids"]), "positions": positions})
 

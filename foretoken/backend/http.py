@@ -79,9 +79,7 @@ KINDS: Mapping[str, ServerKind] = {
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is and how it is asked. `model` "": the first that it names; `model_option` is what the user
-    names it with.
-    """
+    """Where a server is and how it is asked; `model` "": the first that it names, `model_option` names it to users."""
 
     url: str
     model: str = ""
@@ -168,9 +166,7 @@ class Endpoint:
         await self.client.aclose()
 
     async def open(self) -> None:
-        """Find the model's name, where none was given. Raises UnavailableError: the endpoint does not answer, or names
-        no model.
-        """
+        """Find the model's name, where none was given. Raises UnavailableError: no answer, or no model."""
         if self.model:
             return
         try:

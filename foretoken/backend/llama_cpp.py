@@ -145,9 +145,7 @@ class LlamaCppBackend(AnsweringBackend):
         return (*((without,) if missing else ()), _TIMING)
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
-        """Answer greedily; without drafting its speed alone. Raises InputError, ForetokenError: see
-        `AnsweringBackend.answer`.
-        """
+        """Answer greedily; without drafting its speed alone. Raises as `AnsweringBackend.answer`."""
         check_question(self.name, question, drafting, self.capabilities)
         if drafting.kind is None:
             return self._runs.plain(question)

@@ -40,7 +40,7 @@ class LlamaCpp:
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
-        """Look for the programs in `folder`, its `bin` and its `build/bin`. Raises StorageError: a program is missing."""
+        """Look for the programs in `folder`, its `bin` and `build/bin`. Raises StorageError: a program is missing."""
         for place in (folder, folder / "bin", folder / "build" / "bin"):
             bench, speculative = place / "llama-bench", place / "llama-speculative-simple"
             if bench.is_file() and speculative.is_file():
@@ -74,9 +74,7 @@ class LlamaCpp:
         return found.group(1).strip() if found else "unknown"
 
     def as_gguf(self, checkpoint: Path, dtype: str = "auto") -> Path:
-        """A GGUF file as it is; a folder converted to `dtype` ("auto": its own). Raises StorageError, ForetokenError:
-        see `convert`.
-        """
+        """A GGUF file as it is; a folder converted to `dtype` ("auto": its own), see `convert`."""
         if is_gguf(checkpoint):
             return checkpoint
         config = _object_of(checkpoint / "config.json")

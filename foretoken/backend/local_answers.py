@@ -151,9 +151,7 @@ class LocalAnswers(AnsweringBackend):
         return found
 
     def way(self, drafting: Drafting) -> LocalWay:
-        """What answers with this drafting. Raises ConfigError: no such drafter or option, or a draft that was not
-        given.
-        """
+        """What answers with this drafting. Raises ConfigError: no such drafter or option, or a draft not given."""
         if drafting not in self._ways:
             spec, takes_prediction = SpecConfig(), False
             if drafting.kind is not None:
@@ -166,9 +164,7 @@ class LocalAnswers(AnsweringBackend):
         return self._ways[drafting]
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
-        """Answer one question; the drafters are loaded before its time begins. Raises InputError, ForetokenError: see
-        `AnsweringBackend.answer`.
-        """
+        """Answer one question; drafters are loaded before its time begins. Raises as `AnsweringBackend.answer`."""
         check_question(self.name, question, drafting, self.capabilities)
         way = self.way(drafting)
         self.llm.prepare(way.spec_for(question))

@@ -74,7 +74,7 @@ class LocalRequester:
 
 
 def _params(request: ApiRequest) -> SamplingParams:
-    """The parameters that a request asks for. Raises InputError: a field that the engine does not have, or its value."""
+    """The parameters that a request asks for. Raises InputError: a field that the engine does not have."""
     given: dict[str, Any] = dict(request.fields)
     form: Mapping[str, Any] | None = given.pop("response_format", None)
     if form is not None:

@@ -223,9 +223,7 @@ def _fix_length(config: Any, drafting: Drafting) -> None:  # noqa: ANN401 - a tr
 
 
 def exits(target: Path) -> tuple[str, ...]:
-    """After which layer early exit is tried: a quarter (as LayerSkip does) and half of them; none in a model of one
-    layer.
-    """
+    """After which layer early exit is tried: a quarter (as LayerSkip does) and half; none in a model of one layer."""
     try:
         layers = int(json.loads((target / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -126,9 +126,7 @@ class Talk:
         self.messages = list(self.opening)
 
     def set(self, name: str, text: str) -> None:
-        """Change a setting to the value that `text` means. Raises ConfigError: no such setting, or a value that it
-        cannot have.
-        """
+        """Change a setting to the value that `text` means. Raises ConfigError: no such setting, or a wrong value."""
         if name not in SETTINGS:
             raise ConfigError("set", name, f"choose one of {', '.join(SETTINGS)}")
         value: Any = None if name == "seed" and text == _OFF else parse_field(SamplingParams, name, text)

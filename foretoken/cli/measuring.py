@@ -69,9 +69,7 @@ def finish(report: Report, as_json: bool) -> None:
 
 
 def require_pass(verb: str, checks: Sequence[Check], passed: bool) -> None:
-    """End with the gate's exit code unless checks were made and all were passed. Raises GateError: names the checks
-    that failed.
-    """
+    """End with the gate's exit code (`GateError`, which names checks) unless checks were made and all were passed."""
     if wrong := failed(checks):
         names = dict.fromkeys(f"{check.name} ({check.where})" for check in wrong)
         raise GateError(f"{verb} failed: {'; '.join(names)}")

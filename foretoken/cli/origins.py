@@ -84,9 +84,7 @@ def default_command(group: object) -> str | None:
 
 
 def check_environment(root: TyperGroup) -> None:
-    """Refuse a `FORETOKEN_*` variable that no setting reads. Raises ConfigError: names the variable and the nearest
-    known one.
-    """
+    """Refuse (`ConfigError`) a `FORETOKEN_*` variable that no setting reads; the nearest known one is named."""
     for variable in _OTHER_VARIABLES & os.environ.keys():
         check_text(variable, os.environ[variable])
     known = _OTHER_VARIABLES

@@ -67,7 +67,7 @@ def serve(context: typer.Context, target: str = DEFAULT_MODEL, as_json: JsonOpti
 
 
 def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness], None]], int]:
-    """What serves: processes of this machine, or replicas of Ray. Raises ConfigError: their packages are not installed."""
+    """What serves: processes of this machine, or replicas of Ray. Raises ConfigError: Ray is not installed."""
     if options.ray and find_spec("ray") is None:
         raise ConfigError("ray", True, f"Ray is not installed: {install('ray')}")
     try:  # late: these are in the extra `server`, which other verbs do without
@@ -111,9 +111,7 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
 
 
 def _keys(given: Mapping[str, Any]) -> dict[str, str | None]:
-    """The keys that flags or the environment name, read from files where they say so. Raises StorageError: a file
-    cannot be read.
-    """
+    """The keys that flags or the environment name, read from files where they say so."""
     found = {name: text_of(name, given[name]) for name in SECRETS}
     found["api_key"] = found["api_key"] or os.environ.get(KEY_VARIABLE)
     return {name: None if key is None else key.strip() for name, key in found.items()}

@@ -81,9 +81,7 @@ class DefaultGroup(Group):
         return super().parse_args(ctx, args)
 
     def _refuse_others(self, ctx: Any, name: str, args: list[str]) -> None:  # noqa: ANN401
-        """Say which command has an option that the command `name` does not have. Raises USAGE_ERROR: such an option is
-        given.
-        """
+        """Say (`USAGE_ERROR`) which command has an option that the command `name` does not have."""
         own = _flags(self.commands[name])
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
             others = [other for other, command in self.commands.items() if flag in _flags(command)]

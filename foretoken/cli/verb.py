@@ -93,9 +93,7 @@ def _open_device(name: str) -> None:
 
 
 def check_value(name: str, value: object) -> None:
-    """Check the value of an option. Raises InputError: names the option: NaN, an infinite or too large number, a text
-    with lone surrogates.
-    """
+    """Refuse (`InputError`) NaN, infinite and too large numbers, and texts with lone surrogates."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(name, value, "must be a finite number")
     if isinstance(value, int) and not -_MOST < value < _MOST:

@@ -133,9 +133,7 @@ class Root(Group):
         return list(VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
-        """The verb that `args` begin with. Raises USAGE_ERROR: there is none of this name; names what replaces one of
-        earlier versions.
-        """
+        """The verb that `args` begin with; a `USAGE_ERROR` names what replaces one of earlier versions."""
         if args[0] in MOVED:
             raise USAGE_ERROR(f"no such command: {args[0]}; use {MOVED[args[0]]}", ctx=ctx)
         return super().resolve_command(ctx, args)

@@ -127,9 +127,7 @@ class _Step:
         ]
 
     def _value_alone(self, candidate: Candidate, weight: float) -> float:
-        """The value of a step in which only this candidate drafts, its drafter's time shared with who may use it, and
-        the host's with all requests.
-        """
+        """The value of a step in which only this candidate drafts; the times of its drafter and the host are shared."""
         share, extra_s = 1 / self.users[candidate.drafter], self.extra_s / len(self.candidates)
         rows = tokens = float(len(self.candidates))
         best = -math.inf

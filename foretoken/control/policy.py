@@ -315,8 +315,8 @@ class BudgetPolicy:
         return self.draft_costs.read_s(option.drafter, request.num_tokens)
 
     def _step_times(self, host_s: float) -> StepSeconds:
-        """What a step takes by rows, with `host_s` on the host; rows far beyond what was ever run are tried in steps of
-        twice as many.
+        """What a step takes by rows, `host_s` included; rows far beyond those ever run are tried in steps of twice as
+        many.
         """
         table = self.target_cost
         max_rows = 2 * max(table.largest, self._num_requests) + self.config.first_rows

@@ -147,9 +147,7 @@ class Admission:
         )
 
     def fresh_processors(self, request: Request) -> RequestProcessors | None:
-        """The processors of a request as they were before it emitted anything; None if its parameters need none. Raises
-        InputError: see `prepare`.
-        """
+        """The processors of a request before it emitted anything; None if it needs none. Raises as `prepare`."""
         return self._processors(request.params, request.prompt_ids)
 
     def _text(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextAssembler:

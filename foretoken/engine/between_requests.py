@@ -33,9 +33,7 @@ class BetweenRequests(ABC):
         self._open_loader().load(spec)
 
     def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:
-        """The drafters of `spec` that are loaded, in its order; None: all. Raises InputError: not a `SpecConfig`, or
-        this was closed.
-        """
+        """The loaded drafters of `spec` in its order; None: all. Raises InputError: no `SpecConfig`, or closed."""
         if spec is not None:
             check_spec(spec)
         return tuple(self._open_loader().loaded(spec).values())
@@ -62,9 +60,7 @@ class BetweenRequests(ABC):
         replaced.clear()  # not before: what is loaded shares the weights of what is in use
 
     def take_drafters(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
-        """Take the drafters of `spec` out, with all they remember: its next request gets new ones. Raises InputError:
-        requests are running.
-        """
+        """Take the drafters of `spec` out, with all they remember. Raises InputError: requests are running."""
         check_spec(spec)
         loader = self._open_loader()
         spec = loader.with_head_kind(spec)

@@ -214,9 +214,7 @@ class DrafterLoader:
         self._loading = threading.Lock()  # one drafter at a time: two threads may want the same one
 
     def with_head_kind(self, spec: SpecConfig) -> SpecConfig:
-        """`heads.kind.with_head_kind`; the files of each head are read once. Raises CheckpointError,
-        UnsupportedModelError, ConfigError: see there.
-        """
+        """`heads.kind.with_head_kind`; the files of each head are read once."""
         return with_head_kind(spec, self._kind_of)
 
     def _kind_of(self, head: str) -> str:

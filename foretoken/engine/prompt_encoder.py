@@ -144,9 +144,7 @@ class PromptEncoder:
 
 
 def _check_template_values(tools: object, options: object) -> None:
-    """What a chat template gets beside the messages. Raises InputError: tools that are no list of mappings, options
-    that are no mapping.
-    """
+    """Refuse tools that are no list of mappings, and options that are no mapping."""
     if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         example = '{"type": "function", "function": {"name": "now"}}'
         raise InputError("tools", tools, f"give a list of mappings, such as [{example}], or leave them out")

@@ -47,9 +47,7 @@ def as_conversations(messages: object) -> list[Conversation]:
 
 
 def as_conversation(messages: object) -> Conversation:
-    """A list of at least one message, each a mapping whose `role` is a text. Raises InputError: anything else; names
-    the message.
-    """
+    """At least one message, each a mapping whose `role` is a text. Raises InputError: names the message."""
     example = '{"role": "user", "content": "Hello"}'
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError("messages", messages, f"give a list of messages, such as [{example}]")

@@ -52,9 +52,7 @@ class PrefixSharing:
         return self._prefix.shared_tokens(state.tokens, tenant, most)
 
     def first_block(self, state: RequestState) -> FirstBlock | None:
-        """The tenant and the first block of a text: only requests that have both in common share blocks. None for a
-        text too short for that.
-        """
+        """The tenant and first block of a text: who share blocks have both in common. None for a text too short."""
         if self._prefix is None or len(state.tokens) <= self._block_tokens:
             return None
         return state.request.params.tenant, tuple(state.tokens[: self._block_tokens])
@@ -66,9 +64,7 @@ class PrefixSharing:
         return self._prefix.length(state.request_id) < (len(state.tokens) - 1) // size * size
 
     def can_wait_for(self, state: RequestState, other: RequestState) -> bool:
-        """Whether a waiting request could adopt blocks that running request `other`, which has the same
-        `first_block`, is about to compute.
-        """
+        """Whether a waiting request could adopt blocks that `other`, of the same `first_block`, is about to compute."""
         size, num_tokens = self._block_tokens, min(len(state.tokens), len(other.tokens))
         return (
             self._prefix is not None

@@ -65,9 +65,7 @@ Taken = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def listen(taken: Taken, host: str, limit: int) -> asyncio.Server:
-    """`asyncio.start_server` on a free port of `host`; see `open_stream` for the limit. Raises OSError: there is no
-    such address here.
-    """
+    """`asyncio.start_server` on a free port of `host`, see `open_stream`. Raises OSError: no such address here."""
     loop = asyncio.get_running_loop()
 
     def protocol() -> _StreamProtocol:

@@ -31,9 +31,7 @@ def caller_of(scope: MutableMapping[str, Any]) -> Caller:
 
 
 def tenant_of(caller: Caller, cache_salt: str) -> str:
-    """The tenant of a request: the key's own, divided by the salt that the request gave. No name contains NUL, so two
-    pairs never give one tenant.
-    """
+    """The key's tenant, divided by the request's salt. No name contains NUL: two pairs never give one tenant."""
     return f"{caller.tenant}\0{cache_salt}" if cache_salt else caller.tenant
 
 

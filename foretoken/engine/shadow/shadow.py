@@ -110,9 +110,7 @@ class Shadow:
             case.children += children_of(view)
 
     def end(self, state: RequestState) -> None:
-        """Queue a finished, failed or cancelled answer as far as it got: cancelled answers must count, because the
-        reason may be their text.
-        """
+        """Queue an answer as far as it got; cancelled ones count, because the reason may be their text."""
         case = self._cases.get(state.request_id)
         if case is None:
             return

@@ -161,9 +161,7 @@ class _StartRun:
     say: Say
 
     def times(self, made: Made | None, counts: Sequence[int], share_s: float) -> dict[int, list[tuple[float, float]]]:
-        """Seconds of steps with so many draft tokens, without the drafter and of the drafter alone, by the count; {}
-        where there is no room.
-        """
+        """Seconds of steps by number of draft tokens, without the drafter and of it alone; {} without room for one."""
         target, began = self.twin(self.target), time.perf_counter()
         max_tokens = min(
             _MAX_TOKENS, target.max_context_tokens - SHORT_TOKENS, target.capacity_tokens - 2 * SHORT_TOKENS

@@ -247,9 +247,7 @@ def chat_messages(system: str | Sequence[Any] | None, turns: Sequence[Mapping[st
 
 
 class _Chat:
-    """Messages as they are put together; a content is a list of its texts until the end, since each text that is added
-    to a long one would copy it.
-    """
+    """Messages as they are put together; a content is a list of its texts until the end, to copy none twice."""
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []

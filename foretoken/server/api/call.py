@@ -145,9 +145,7 @@ def wants_rounds(body: SamplingFields, config: ApiConfig) -> bool:
 
 
 def slice_of(body: SamplingFields) -> str:
-    """The kind of text that the request names, in our field or in OpenAI's `metadata`. Raises ApiError: it is no short
-    text.
-    """
+    """The kind of text that the request names, in our field or in OpenAI's `metadata`; an `ApiError` if too long."""
     if body.foretoken is not None and body.foretoken.slice is not None:
         return body.foretoken.slice
     named = (body.metadata or {}).get("slice", "")
@@ -214,9 +212,7 @@ def _prompt_logprobs(body: ChatRequest | CompletionRequest, terms: Terms, echoed
 
 
 def _sampling(body: SamplingFields, terms: Terms) -> dict[str, Any]:
-    """The `ADVISED_FIELDS` of the request; where it names none of them, what the model's makers advise, at the server's
-    temperature.
-    """
+    """The `ADVISED_FIELDS` of the request; where it names none, the makers' advice, at the server's temperature."""
     named = {name: value for name in ADVISED_FIELDS if (value := getattr(body, name)) is not None}
     if not named and terms.config.sampling_defaults == "model":
         named = dict(terms.info.advised_sampling)

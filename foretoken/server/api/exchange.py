@@ -204,9 +204,7 @@ class Exchange:
             task.add_done_callback(self._tasks.discard)
 
     async def unless_gone(self, receive: Any, work: Coroutine[Any, Any, _Result]) -> _Result:  # noqa: ANN401 - ASGI's
-        """The result of `work`, which is cancelled when the client hangs up first. Raises ApiError: the client is gone;
-        also what `work` raises.
-        """
+        """The result of `work`, which is cancelled when the client hangs up first: an `ApiError`."""
         task, gone = asyncio.create_task(work), asyncio.create_task(hung_up(receive))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -135,9 +135,7 @@ class TokensRequest(RequestPart):
 
 
 def prompts_of(prompt: object) -> tuple[list[list[str | int]], bool]:
-    """Each prompt as its parts, texts and token ids, and whether the answer is a list. Raises ApiError: no prompt, or
-    one with pictures or sounds.
-    """
+    """Each prompt as its parts, and whether the answer is a list. Raises ApiError: none, or pictures or sounds."""
     if isinstance(prompt, list) and prompt and not _is_one(prompt):
         return [_parts(one) for one in prompt], True
     return [_parts(prompt)], False

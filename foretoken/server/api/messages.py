@@ -96,9 +96,7 @@ def _outputs(body: SamplingFields) -> StructuredOutputs | None:
 
 
 def tools_of(body: ChatRequest, info: ModelInfo) -> list[dict[str, Any]] | None:
-    """The tools that the chat template lists; none where none may be called. Raises ApiError: tools that the model does
-    not take.
-    """
+    """The tools that the chat template lists, if any may be called. Raises ApiError: the model takes none of them."""
     if not _called(body, info).functions:
         return None
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]

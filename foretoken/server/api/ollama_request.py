@@ -159,9 +159,7 @@ def as_prompted_chat(body: OllamaGenerate) -> ChatRequest:
 
 
 def as_completion(body: OllamaGenerate) -> CompletionRequest:
-    """The completion request that `/api/generate` answers where it is not: `raw`, or `suffix`. Raises ApiError: see
-    `as_chat`.
-    """
+    """The completion request that `/api/generate` answers where it is not: `raw`, or `suffix`. Raises as `as_chat`."""
     _refuse_features(body)
     if body.system:
         raise unsupported("system", "is not written where the chat template is not used; write it into prompt")
@@ -275,9 +273,7 @@ class _OpenCalls:
         self._ids[function].append(call_id)
 
     def take(self, function: object) -> tuple[str, str] | None:
-        """Id and function of the first call of `function` (None: of any), which then waits no more; None: there is
-        none.
-        """
+        """Id and function of the first call of `function` (None: of any), which then waits no more; None: none."""
         if function is None:
             return self._functions.popitem(last=False) if self._functions else None
         ids = self._ids.get(function) if isinstance(function, str) else None

@@ -308,9 +308,7 @@ def completion_logprobs(tokens: Sequence[TokenEvent], offsets: Sequence[int], as
 
 
 def prompt_logprobs(tokens: Sequence[TokenEvent], count: int) -> list[dict[str, Any] | None]:
-    """vLLM's list: for each token of a prompt itself and its `count` likeliest alternatives by id; None for the first,
-    which nothing precedes.
-    """
+    """vLLM's list: each token of a prompt and its `count` likeliest alternatives by id; None for the first."""
     return [None if token.logprob is None else _ranked(token, count) for token in tokens]
 
 

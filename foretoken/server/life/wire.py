@@ -366,9 +366,7 @@ def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def builtin(value: object) -> object:
-    """What msgspec writes in place of a value that it does not know (`enc_hook`). Raises TypeError: a value of another
-    kind.
-    """
+    """What msgspec writes in place of a value that it does not know (`enc_hook`); a `TypeError` for others."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):

@@ -87,9 +87,7 @@ def connect_reading(path: Path) -> sqlite3.Connection:
 
 
 def check_history(path: Path) -> None:
-    """Refuse at start what could never be written to. Raises StorageError: the file cannot be opened, is another
-    program's, or of a later version.
-    """
+    """Refuse (`StorageError`) at start what could never be written to."""
     try:
         with closing(connect(path, busy_s=5.0)):
             return

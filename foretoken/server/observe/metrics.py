@@ -146,9 +146,7 @@ _GAUGES = {
 
 
 class ServerMetrics(Collector):
-    """Metrics of one server in a registry of its own, with those of its history and request log where it has them. See
-    `record.RequestObserver`.
-    """
+    """Metrics of one server in a registry of its own, its history and request log included: a `RequestObserver`."""
 
     def __init__(
         self, backend: Backend, config: ObserveConfig, history: History | None = None, log: FiguresWriter | None = None
