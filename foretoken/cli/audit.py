@@ -69,12 +69,7 @@ def audit(
 
 
 def _options(context: typer.Context) -> AuditOptions:
-    """What to audit of our engine.
-
-    Raises:
-        InputError: an invalid option; names it.
-        ModelError, StorageError: a model or text that is not there.
-    """
+    """What to audit of our engine."""
     refuse_set(context, ("model", "against_backend", "num_seeds"), "goes with --backend; leave it out")
     given = dict(context.params)
     if named_drafter(given) is None:
@@ -89,12 +84,7 @@ def _options(context: typer.Context) -> AuditOptions:
 
 
 def _backend_options(context: typer.Context, backend: str) -> BackendAuditOptions:
-    """What to ask which backend, and what judges its answers: a target that is named, or that the engine loads.
-
-    Raises:
-        InputError: an option that the backend does not take; names it.
-        ModelError, StorageError: a packaged model that cannot be fetched.
-    """
+    """What to ask which backend, and what judges its answers: a target that is named, or that the engine loads."""
     from foretoken.measure.audit.options import BackendAuditOptions
 
     others = [setting_name(one) for one, _ in options_of(SpecConfig) if setting_name(one) not in _ASKED]

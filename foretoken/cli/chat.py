@@ -76,12 +76,7 @@ def chat(
 
 
 def _check_template(llm: LLM, target: str, opening: list[Message]) -> None:
-    """Refuse what cannot chat before a line is read, and say how a model without a template answers.
-
-    Raises:
-        InputError: a target without a tokenizer, or one whose template refuses a system message.
-        CheckpointError: the template is broken.
-    """
+    """Refuse what cannot chat before a line is read, and say how a model without a template answers."""
     if llm.tokenizer is None:
         raise InputError("target", target, "has no tokenizer; use `foretoken generate --prompt-ids 1,2,3`")
     if llm.tokenizer.chat_template is None:

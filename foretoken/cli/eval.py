@@ -119,12 +119,7 @@ def evaluate(
 
 
 def _earlier(against: Path | None, out: Path | None) -> EvalResult | None:
-    """The result to compare with, once the file to write is known to be another one that can be written.
-
-    Raises:
-        StorageError: a file that cannot be read or written.
-        InputError: both are the same file.
-    """
+    """The result to compare with, once the file to write is known to be another one that can be written."""
     from foretoken.measure.eval.result import read_result
 
     earlier = None if against is None else read_result(against)
@@ -136,12 +131,7 @@ def _earlier(against: Path | None, out: Path | None) -> EvalResult | None:
 
 
 def _prompts(path: Path | None, names: tuple[str, ...], count: int) -> list[EvalPrompt]:
-    """The library's prompts or those of a file, `count` of each slice.
-
-    Raises:
-        StorageError: the file cannot be read.
-        InputError: no such slice, or a file in no known format.
-    """
+    """The library's prompts or those of a file, `count` of each slice."""
     from foretoken.measure.eval.prompts import prompts_of
 
     return prompts_of(path, names, count)

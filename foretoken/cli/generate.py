@@ -89,12 +89,7 @@ def generate(
 
 
 def _answer(llm: LLM, asked: _Asked, params: SamplingParams, show: bool, as_json: bool) -> None:
-    """Answer, and print the answer in the form that was asked for.
-
-    Raises:
-        ForetokenError: the answer failed.
-        KeyboardInterrupt: it was stopped; what had come is shown and counted.
-    """
+    """Answer, and print the answer in the form that was asked for."""
     from foretoken.cli.answer import print_cost_profile, report
 
     prompt = asked.prompt if asked.messages is None else llm.encode_chat(asked.messages)

@@ -104,12 +104,7 @@ def remove(
 
 
 def _remove_cached(hub_id: str) -> tuple[Path, int]:
-    """Delete a model from the hub's cache; where it lay, and its bytes.
-
-    Raises:
-        InputError: it is not there.
-        StorageError: it cannot be deleted.
-    """
+    """Delete a model from the hub's cache; where it lay, and its bytes."""
     from huggingface_hub import scan_cache_dir
 
     found = [repo for repo in _hub_repos() if repo.repo_id == hub_id]

@@ -100,13 +100,7 @@ def plan(
 
 
 def _plan_memory(given: Mapping[str, Any]) -> None:
-    """What fits into memory, printed.
-
-    Raises:
-        ConfigError, InputError: an option that is wrong.
-        CapacityError: the load fits with none of the drafts.
-        ModelError: shapes that do not follow from the files.
-    """
+    """What fits into memory, printed."""
     from foretoken.heads.footprint import draft_shape_of, head_shape_of
     from foretoken.model.footprint import shape_of
     from foretoken.model.names import model_folder

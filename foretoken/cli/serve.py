@@ -67,7 +67,7 @@ def serve(context: typer.Context, target: str = DEFAULT_MODEL, as_json: JsonOpti
 
 
 def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness], None]], int]:
-    """What serves: processes of this machine, or replicas of Ray. Raises ConfigError: Ray is not installed."""
+    """What serves: processes of this machine, or replicas of Ray. Raises ConfigError: a package is missing."""
     if options.ray and find_spec("ray") is None:
         raise ConfigError("ray", True, f"Ray is not installed: {install('ray')}")
     try:  # late: these are in the extra `server`, which other verbs do without

@@ -30,9 +30,6 @@ class AdaptConfig:
     - `buffer_tokens`: text kept in memory to learn from, the newest; a quarter of it is held out.
     - `swap_interval_s`: shortest time between two changes of the weights in use. Each change costs the drafter its
       cache: it reads the running requests' texts again.
-
-    Raises:
-        InputError: names the field.
     """
 
     share: float = 0.15

@@ -33,9 +33,6 @@ class SchedulerConfig:
     most `max_step_tokens` rows: prompts, draft tokens, and a row for each request that decodes (None: only the other
     limits apply). A request starts only if `cache_reserve`, a share of the cache, stays free for those that run. A
     request that came `aging_s` seconds earlier counts as one whose priority is better by 1.
-
-    Raises:
-        ConfigError: names the field.
     """
 
     max_batch_size: int = _setting(16, "Most answers that run at once.")

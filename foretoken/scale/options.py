@@ -26,9 +26,6 @@ class RayOptions:
     - `replica_tokens`: tokens that the requests of one replica may still read and write, on which scaling aims; None:
       on four fifths of a full batch of requests.
     - `replica_cpus`, `replica_gpus`: what Ray reserves for each, of a tensor-parallel replica for each of its ranks.
-
-    Raises:
-        ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
     ray: bool = _setting(False, "Run the workers as replicas of Ray Serve, in the cluster of RAY_ADDRESS or a new one.")

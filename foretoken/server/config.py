@@ -23,9 +23,6 @@ _setting = Settings()
 class ServerConfig:
     """What every worker builds its `engine` from, and the address: `guard.host` and `port`. Without `draft_required` a
     server whose draft is missing or broken warns and does without.
-
-    Raises:
-        ConfigError, InputError: an invalid value; names the field.
     """
 
     engine: EngineConfig

@@ -32,9 +32,6 @@ class GuardConfig:
     - `header_timeout_s`: from the first byte of a request; then the connection is closed.
     - `body_timeout_s`: from the end of the headers; then 408.
     - `max_connections`: a further one takes the place of the one that has been idle longest, or gets 503 and is closed.
-
-    Raises:
-        ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
     host: str = _setting(

@@ -20,9 +20,6 @@ class LifeConfig:
     - `devices`: "" is the device of the engine's configuration. More workers than devices go round them.
     - `watchdog_s`: also for a worker that gives no sign of life for so long.
     - `failed_starts`: those that did not come to an answer.
-
-    Raises:
-        ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
     workers: int = _setting(1, "Processes that each hold the model; requests are distributed among them.")

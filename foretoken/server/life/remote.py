@@ -148,12 +148,7 @@ class RemoteBackend:
             pending.end(UnavailableError(reason))
 
     def _send(self, number: int, command: Command) -> _Pending:
-        """Send a command, and wait for what comes.
-
-        Raises:
-            InputError: it holds what cannot be sent: a number beyond 64 bits, half of a surrogate pair.
-            UnavailableError: the worker is gone.
-        """
+        """Send a command, and wait for what comes."""
         if self._death is not None:
             raise UnavailableError(BEING_RESTARTED)
         try:

@@ -22,9 +22,6 @@ _setting = Settings(OBSERVATION)
 class ObserveConfig:
     """Metrics, history, request log and traces. Other `slices` count as "other", since clients choose them; `tracing`
     needs the extra `otel`.
-
-    Raises:
-        ConfigError, InputError: a value that cannot be honoured; names the field.
     """
 
     metrics_alias: str | None = _setting(None, "vllm: also expose the metrics that vLLM has, under its names.")
