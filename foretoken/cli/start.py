@@ -12,18 +12,7 @@ import sys
 import time
 from typing import Any
 
-from foretoken.cli.exits import (
-    ENDING,
-    INTERRUPTED,
-    came,
-    io_failure,
-    open_missing_streams,
-    own_codes,
-    print_version,
-    quit_at_once,
-    say,
-    terminate,
-)
+from foretoken.cli import exits
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import (
     LONG_RUNNING,
@@ -39,19 +28,19 @@ from foretoken.machine.threads import (
 def main() -> None:
     """Run the command line of this process, and exit."""
     arguments = sys.argv[1:]
-    open_missing_streams(has_results=arguments[:1] not in (["serve"], ["ab-live"]))  # what they print is no result
-    takes_interrupts = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # a shell has background jobs ignore them
+    exits.open_missing_streams(arguments[:1] not in (["serve"], ["ab-live"]))  # what they print is no result
+    takes_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not of a shell's background job
     if takes_interrupts:
-        signal.signal(signal.SIGINT, quit_at_once)
+        signal.signal(signal.SIGINT, exits.quit_at_once)
     if arguments == ["--version"]:  # the usual form, without importing torch
         sys.exit(_finish(_version_alone()))
-    handlers: dict[int, Any] = {number: terminate for number in ENDING if signal.getsignal(number) is signal.SIG_DFL}
+    handlers: dict[int, Any] = {
+        number: exits.terminate for number in exits.ENDING if signal.getsignal(number) is signal.SIG_DFL
+    }
     if arguments[:1] == ["serve"]:
-        own_codes[signal.SIGTERM] = 0  # an orderly end, whether the server listens yet or not
+        exits.own_codes[signal.SIGTERM] = 0  # an orderly end, whether the server listens yet or not
         if signal.SIGTERM in handlers:
-            signal.signal(signal.SIGTERM, quit_at_once)
+            signal.signal(signal.SIGTERM, exits.quit_at_once)
     load, began_s = OtherLoad(), time.perf_counter()  # the neighbours are watched while the verbs are imported
     from foretoken.cli.app import run
 
@@ -63,12 +52,12 @@ def main() -> None:
             signal.signal(number, handler)
         code = run(arguments)
     except KeyboardInterrupt:  # a second one, during the cleanup after the first
-        code = INTERRUPTED
+        code = exits.INTERRUPTED
     for number in handlers:
-        signal.signal(number, quit_at_once)
-    if code == INTERRUPTED and came:
-        say(f"stopped by {came[0].signal_name}")
-        code = came[0].exit_code
+        signal.signal(number, exits.quit_at_once)
+    if code == exits.INTERRUPTED and exits.came:
+        exits.say(f"stopped by {exits.came[0].signal_name}")
+        code = exits.came[0].exit_code
     sys.exit(_finish(code))
 
 
@@ -83,9 +72,9 @@ def _threads(arguments: list[str], load: OtherLoad, began_s: float) -> ThreadCho
 
 def _version_alone() -> int:
     try:
-        print_version()
+        exits.print_version()
     except OSError as error:
-        return io_failure(error)
+        return exits.io_failure(error)
     return 0
 
 
@@ -97,6 +86,6 @@ def _finish(code: int) -> int:
         try:
             stream.flush()
         except OSError as error:
-            code = code or io_failure(error)
+            code = code or exits.io_failure(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code

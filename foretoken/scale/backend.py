@@ -23,28 +23,16 @@ from foretoken.errors import EngineError, ForetokenError, OverloadedError, Unava
 from foretoken.scale.decide import live_replicas
 from foretoken.scale.replica import Address
 from foretoken.server.config import ServerConfig
+from foretoken.server.life import wire
 from foretoken.server.life.remote import RemoteBackend, RemoteGeneration
 from foretoken.server.life.replicas import AsyncCondition, Quarantine, fingerprint_of, merged, prefix_of
-from foretoken.server.life.wire import (
-    AskStats,
-    Cancel,
-    Channel,
-    Command,
-    Message,
-    Open,
-    Over,
-    Refused,
-    Returned,
-    packed,
-    to_wire,
-)
 from foretoken.server.life.worker import READ_BYTES
 from foretoken.server.receiving import listen
 
 _ASK_S = 5.0  # for the statistics of one replica
 _AGAIN_S = 1.0
 _log = logging.getLogger("foretoken.server")
-_MESSAGES = MessageDecoder(tuple[str, Message])
+_MESSAGES = MessageDecoder(tuple[str, wire.Message])
 _Result = TypeVar("_Result")
 _INFO = MessageDecoder(ModelInfo)
 
@@ -206,7 +194,7 @@ class ReplicaSender:
             key, _, name = (await reader.readline()).decode("ascii", "replace").rstrip().partition(" ")
             if not secrets.compare_digest(key.encode(), self._address.key.encode()):
                 return
-            channel = Channel(reader, writer, Message)
+            channel = wire.Channel(reader, writer, wire.Message)
             while (message := await channel.receive()) is not None:
                 if (opened := self._opened.get(message.call)) is not None:
                     opened.replica = name
@@ -217,12 +205,12 @@ class ReplicaSender:
             del self._readers[task]
             writer.close()
 
-    def send(self, message: Command) -> None:
+    def send(self, message: wire.Command) -> None:
         """See `Channel.send`."""
-        data = packed(message)
-        if isinstance(message, Open):
+        data = wire.packed(message)
+        if isinstance(message, wire.Open):
             work = self._open(message, data)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, wire.Cancel):
             work = self._cancel(message, data)
         else:
             work = self._ask(message, data)
@@ -232,18 +220,18 @@ class ReplicaSender:
 
     async def stats_of(self, replica: str) -> tuple[str, dict[str, Any]] | None:
         """The statistics of one replica; None if it does not answer."""
-        command = AskStats(next(self._numbers))
+        command = wire.AskStats(next(self._numbers))
         try:
             async with asyncio.timeout(_ASK_S):
-                data = await self._engine.answer.remote(packed(command), self._front, replica=replica)
+                data = await self._engine.answer.remote(wire.packed(command), self._front, replica=replica)
         except (TimeoutError, ray.exceptions.RayError, RayServeException):
             return None
         if data is None:
             return None
         name, message = _MESSAGES.decode(data)
-        return (name, message.value) if isinstance(message, Returned) else None
+        return (name, message.value) if isinstance(message, wire.Returned) else None
 
-    async def _open(self, command: Open, data: bytes) -> None:
+    async def _open(self, command: wire.Open, data: bytes) -> None:
         call = command.call
         response = self._engine.generate.remote(
             data, self._front, prefix=prefix_of(command.request), address=tuple(self._address)
@@ -254,16 +242,16 @@ class ReplicaSender:
             async with asyncio.timeout(_ASK_S):  # for what is on its way
                 await opened.ended.wait()
         except asyncio.CancelledError:
-            self._take(Over(call))  # cancelled before a replica had it
+            self._take(wire.Over(call))  # cancelled before a replica had it
         except Exception as error:  # noqa: BLE001 - whatever Ray raises ends this call, and its reader gets the error
             found = _ours(error)
             if isinstance(found, WorkerDiedError):
                 self._note_death(opened.replica, fingerprint_of(command.request))
-            self._take(Refused(call, to_wire(found)))
+            self._take(wire.Refused(call, wire.to_wire(found)))
         finally:
             del self._opened[call]
 
-    async def _cancel(self, command: Cancel, data: bytes) -> None:
+    async def _cancel(self, command: wire.Cancel, data: bytes) -> None:
         opened = self._opened.get(command.call)
         if opened is None:
             return
@@ -279,7 +267,7 @@ class ReplicaSender:
         try:
             _, message = _MESSAGES.decode(await self._engine.answer.remote(data, self._front))
         except Exception as error:  # noqa: BLE001 - see `_open`
-            message = Refused(command.call, to_wire(_ours(error)))
+            message = wire.Refused(command.call, wire.to_wire(_ours(error)))
         self._take(message)
 
     def _note_death(self, replica: str, fingerprint: bytes) -> None:
@@ -291,7 +279,7 @@ class ReplicaSender:
 
     def _take(self, message: Any) -> None:  # noqa: ANN401 - a message of a call
         assert self.remote is not None
-        if isinstance(message, Over | Refused) and (opened := self._opened.get(message.call)) is not None:
+        if isinstance(message, wire.Over | wire.Refused) and (opened := self._opened.get(message.call)) is not None:
             opened.ended.set()
         self.remote.take(message)
 

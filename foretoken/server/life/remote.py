@@ -10,23 +10,7 @@ from typing import Any, Protocol
 
 from foretoken.backend.call import Call, Event, ModelInfo, State, TextToEncode
 from foretoken.errors import ForetokenError, InputError, OverloadedError, UnavailableError
-from foretoken.server.life.wire import (
-    AskInvariants,
-    AskStats,
-    Cancel,
-    Command,
-    Detokenize,
-    Happened,
-    Message,
-    Open,
-    Over,
-    Refused,
-    Returned,
-    Spell,
-    Tokenize,
-    from_wire,
-    unwritable,
-)
+from foretoken.server.life import wire
 
 BEING_RESTARTED = "the engine is being restarted"
 
@@ -34,7 +18,7 @@ BEING_RESTARTED = "the engine is being restarted"
 class Sender(Protocol):
     """A way to a worker."""
 
-    def send(self, message: Command) -> None:
+    def send(self, message: wire.Command) -> None:
         """See `Channel.send`."""
 
 
@@ -74,7 +58,7 @@ class RemoteBackend:
         engine's process died meanwhile.
         """
         number = next(self._numbers)
-        pending = self._send(number, Open(number, call))
+        pending = self._send(number, wire.Open(number, call))
         pending.fingerprint = fingerprint
         try:
             await pending.first
@@ -85,54 +69,54 @@ class RemoteBackend:
 
     async def tokenize(self, text: TextToEncode) -> list[int]:
         """See `Backend.tokenize`."""
-        found: list[int] = await self._ask(lambda number: Tokenize(number, text))
+        found: list[int] = await self._ask(lambda number: wire.Tokenize(number, text))
         return found
 
     async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
         """See `Backend.spell`."""
-        found: list[str | None] = await self._ask(lambda number: Spell(number, list(token_ids)))
+        found: list[str | None] = await self._ask(lambda number: wire.Spell(number, list(token_ids)))
         return found
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
         """See `Backend.detokenize`."""
-        return str(await self._ask(lambda number: Detokenize(number, list(token_ids), has_specials)))
+        return str(await self._ask(lambda number: wire.Detokenize(number, list(token_ids), has_specials)))
 
     async def stats(self) -> dict[str, Any]:
         """See `Backend.stats`."""
-        found: dict[str, Any] = await self._ask(AskStats)
+        found: dict[str, Any] = await self._ask(wire.AskStats)
         return found
 
     async def invariants(self) -> dict[str, Any]:
         """What the worker holds now, see `wire.AskInvariants`."""
-        found: dict[str, Any] = await self._ask(AskInvariants)
+        found: dict[str, Any] = await self._ask(wire.AskInvariants)
         return found
 
-    def take(self, message: Message) -> None:
+    def take(self, message: wire.Message) -> None:
         """Deliver an event or an answer to whoever waits for it; what nobody waits for any more is dropped."""
-        if not isinstance(message, Happened | Over | Refused | Returned):
+        if not isinstance(message, wire.Happened | wire.Over | wire.Refused | wire.Returned):
             raise TypeError(f"{type(message).__name__} belongs to no call")
         pending = self._pending.get(message.call)
-        if isinstance(message, Happened):
+        if isinstance(message, wire.Happened):
             if pending is not None and not pending.put(message.event, self._max_unread):
                 self.leave(message.call)
             return
         if pending is None:
             return
         del self._pending[message.call]
-        if isinstance(message, Returned):
+        if isinstance(message, wire.Returned):
             pending.end(None, message.value)
         else:
-            pending.end(from_wire(message.error) if isinstance(message, Refused) else None)
+            pending.end(wire.from_wire(message.error) if isinstance(message, wire.Refused) else None)
 
     def leave(self, number: int) -> None:
         """Let the worker free a call; nothing more of it is taken."""
         if self._pending.pop(number, None) is not None:
-            self._channel.send(Cancel(number))
+            self._channel.send(wire.Cancel(number))
 
     def ask_to_stop(self, number: int) -> None:
         """Let the worker end a call; its last events are still taken."""
         if number in self._pending:
-            self._channel.send(Cancel(number))
+            self._channel.send(wire.Cancel(number))
 
     def fail(self, error: ForetokenError) -> None:
         """End everything in flight, and whatever is asked from now on, with `error`."""
@@ -147,7 +131,7 @@ class RemoteBackend:
             self.leave(number)
             pending.end(UnavailableError(reason))
 
-    def _send(self, number: int, command: Command) -> _Pending:
+    def _send(self, number: int, command: wire.Command) -> _Pending:
         """Send a command, and wait for what comes."""
         if self._death is not None:
             raise UnavailableError(BEING_RESTARTED)
@@ -158,7 +142,7 @@ class RemoteBackend:
         pending = self._pending[number] = _Pending()
         return pending
 
-    async def _ask(self, command: Callable[[int], Command]) -> Any:  # noqa: ANN401 - what the command returns
+    async def _ask(self, command: Callable[[int], wire.Command]) -> Any:  # noqa: ANN401 - what the command returns
         number = next(self._numbers)
         pending = self._send(number, command(number))
         try:
@@ -236,9 +220,9 @@ class _Pending:
         return self._events.popleft()
 
 
-def _unsendable(command: Command, error: Exception) -> InputError:
+def _unsendable(command: wire.Command, error: Exception) -> InputError:
     """Names the field of a request that kept its command from being sent."""
-    name, value = unwritable(command.request if isinstance(command, Open | Tokenize) else command)
+    name, value = wire.unwritable(command.request if isinstance(command, wire.Open | wire.Tokenize) else command)
     if not name:
         return InputError("request", None, str(error))  # each part can be sent: together they are too long
     shown = value if isinstance(value, int) else None  # a text is the user's own, and what is nested may be long

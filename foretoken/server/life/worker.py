@@ -25,29 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from foretoken.backend.call import Backend, Generation
 from foretoken.errors import ForetokenError
 from foretoken.machine.process import give_back_freed_memory
-from foretoken.server.life.wire import (
-    AskInvariants,
-    AskStats,
-    Beat,
-    Cancel,
-    Channel,
-    Command,
-    Detokenize,
-    Happened,
-    Loaded,
-    LoadEngine,
-    NotLoaded,
-    Open,
-    Over,
-    Refused,
-    Returned,
-    Spell,
-    Tokenize,
-    WireError,
-    engine_config_of,
-    to_wire,
-    to_wire_of_loading,
-)
+from foretoken.server.life import wire
 from foretoken.server.receiving import open_stream
 
 if TYPE_CHECKING:
@@ -71,28 +49,28 @@ class _Running:
 
 async def value_of(command: Any, backend: Backend) -> Any:  # noqa: ANN401
     """What a command that generates nothing returns."""
-    if isinstance(command, Tokenize):
+    if isinstance(command, wire.Tokenize):
         return await backend.tokenize(command.request)
-    if isinstance(command, Spell):
+    if isinstance(command, wire.Spell):
         return await backend.spell(command.token_ids)
-    if isinstance(command, Detokenize):
+    if isinstance(command, wire.Detokenize):
         return await backend.detokenize(command.token_ids, command.has_specials)
-    assert isinstance(command, AskStats)
+    assert isinstance(command, wire.AskStats)
     return await backend.stats()
 
 
-def refused(call: int, error: Exception) -> Refused:
+def refused(call: int, error: Exception) -> wire.Refused:
     """What a command that failed returns; an error that is not ours is logged."""
     if not isinstance(error, ForetokenError):  # without its message, which may hold a user's text
         where = "".join(traceback.format_tb(error.__traceback__))
         _log.warning("%s in a call:\n%s", type(error).__name__, where)
-    return Refused(call, to_wire(error))
+    return wire.Refused(call, wire.to_wire(error))
 
 
 class Worker:
     """Answers commands of a front with the engine of this process."""
 
-    def __init__(self, channel: Channel, load: LoadEngine) -> None:
+    def __init__(self, channel: wire.Channel, load: wire.LoadEngine) -> None:
         self._channel, self._load = channel, load
         self._running: dict[int, _Running] = {}
         self._backend: LocalBackend | None = None
@@ -101,7 +79,7 @@ class Worker:
         """Load, then answer commands until the front closes."""
         loading = asyncio.create_task(self._start())
         while (command := await self._channel.receive(self._refuse)) is not None:
-            if isinstance(command, Cancel):
+            if isinstance(command, wire.Cancel):
                 await self._cancel(command.call)
             else:
                 task = asyncio.create_task(self._answer(command))
@@ -116,7 +94,7 @@ class Worker:
 
     def _refuse(self, call: int, why: str) -> None:
         """A command whose values have wrong types is refused alone."""
-        self._channel.send(Refused(call, WireError("InputError", field="request", remedy=why)))
+        self._channel.send(wire.Refused(call, wire.WireError("InputError", field="request", remedy=why)))
 
     async def _close(self, engine: AsyncEngine) -> None:
         timer = threading.Timer(_CLOSING_S, self._end, (0,))
@@ -142,12 +120,12 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - reported to the front
             if not isinstance(error, ForetokenError):
                 traceback.print_exception(error)
-            self._channel.send(NotLoaded(to_wire_of_loading(error)))
+            self._channel.send(wire.NotLoaded(wire.to_wire_of_loading(error)))
             self._channel.close()
             return
         engine = backend.engine
         drafters = tuple(sorted(engine.llm.spec.leaves))
-        self._channel.send(Loaded(backend.info, time.perf_counter() - began, drafters))
+        self._channel.send(wire.Loaded(backend.info, time.perf_counter() - began, drafters))
         trimmed_s = time.perf_counter()
         while engine.is_running:
             if time.perf_counter() - trimmed_s > _TRIM_S:
@@ -155,7 +133,7 @@ class Worker:
                 trimmed_s = time.perf_counter()
             began_s = engine.turn_began_s
             step_s = None if began_s is None else time.perf_counter() - began_s
-            self._channel.send(Beat(step_s))
+            self._channel.send(wire.Beat(step_s))
             await asyncio.sleep(self._load.beat_s)
         _log.critical("the engine's thread has broken down: the worker ends")
         self._end(1)
@@ -164,7 +142,7 @@ class Worker:
         """Build the engine, in a thread: importing torch and reading weights take seconds."""
         from foretoken.backend.local import LocalBackend, build_engine
 
-        config = engine_config_of(self._load.engine)
+        config = wire.engine_config_of(self._load.engine)
         engine, missing_draft = build_engine(config, self._load.max_waiting, self._load.draft_required)
         return LocalBackend(engine, self._load.name, missing_draft)
 
@@ -184,11 +162,11 @@ class Worker:
         try:
             if self._backend is None:
                 raise AssertionError("the front asks before the engine is loaded")
-            if isinstance(command, Open):
+            if isinstance(command, wire.Open):
                 await self._generate(command, self._backend)
             else:
-                ask = self._invariants if isinstance(command, AskInvariants) else partial(value_of, command)
-                self._channel.send(Returned(call, await ask(self._backend)))
+                ask = self._invariants if isinstance(command, wire.AskInvariants) else partial(value_of, command)
+                self._channel.send(wire.Returned(call, await ask(self._backend)))
         except Exception as error:  # noqa: BLE001 - the error of this call; the others go on
             self._channel.send(refused(call, error))
 
@@ -196,15 +174,15 @@ class Worker:
         """A command was answered, or cancelled, perhaps before its task began."""
         del self._running[call]
         if task.cancelled():
-            self._channel.send(Over(call))
+            self._channel.send(wire.Over(call))
 
-    async def _generate(self, command: Open, backend: LocalBackend) -> None:
+    async def _generate(self, command: wire.Open, backend: LocalBackend) -> None:
         generation = await backend.open(command.request)
         self._running[command.call].generation = generation
         async for event in generation:
-            self._channel.send(Happened(command.call, event))
+            self._channel.send(wire.Happened(command.call, event))
             await self._channel.drained()
-        self._channel.send(Over(command.call))
+        self._channel.send(wire.Over(command.call))
 
     async def _invariants(self, backend: LocalBackend) -> dict[str, Any]:
         files = "/proc/self/fd"
@@ -226,9 +204,9 @@ async def _serve(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
     reader, writer = await open_stream(READ_BYTES, sock=connection)
-    channel = Channel(reader, writer, Command)
+    channel = wire.Channel(reader, writer, wire.Command)
     load = await channel.receive()
-    if isinstance(load, LoadEngine):
+    if isinstance(load, wire.LoadEngine):
         await Worker(channel, load).run()
 
 
