@@ -180,9 +180,8 @@ class SpecConfig:
         check_fields(self)
         check_flag("allow_lossy", self.allow_lossy)
         if self.rule in LOSSY_RULES and not self.allow_lossy:
-            raise ConfigError(
-                "rule", self.rule, "changes the target's distribution (lossy); set allow_lossy=True if you want that"
-            )
+            remedy = "changes the target's distribution (lossy); set allow_lossy=True if you want that"
+            raise ConfigError("rule", self.rule, remedy)
         if self.num_draft != "auto":
             check_whole("num_draft", self.num_draft, low=0, high=1024)
         if self.drafter is None:
@@ -250,9 +249,8 @@ class SpecConfig:
         if prediction is not None and not takes_prediction:
             raise only_for(self, "prediction", prediction, ["predicted"])
         if prediction is None and takes_prediction:
-            raise ConfigError(
-                "prediction", None, "drafter='predicted' needs the text that you expect: set SamplingParams.prediction"
-            )
+            remedy = "drafter='predicted' needs the text that you expect: set SamplingParams.prediction"
+            raise ConfigError("prediction", None, remedy)
         return spec
 
     def at_most(self, count: int) -> int:
@@ -287,11 +285,8 @@ class SpecConfig:
     def _check_given_parts(self) -> None:
         """Make every given part a configuration."""
         if self.parts and not self.is_composite:
-            raise ConfigError(
-                "parts",
-                self.parts,
-                f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES)}",
-            )
+            remedy = f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES)}"
+            raise ConfigError("parts", self.parts, remedy)
         if isinstance(self.parts, str) or not isinstance(self.parts, list | tuple):
             raise ConfigError("parts", self.parts, "must be a list of drafters")
         parts: list[SpecConfig] = []
@@ -340,15 +335,13 @@ class SpecConfig:
         if self.tree != "chain":
             check_read(self, "tree")
             if self.draft_probability != 1.0:
-                raise ConfigError(
-                    "draft_probability", self.draft_probability, f"is for chains; leave it at 1 with tree={self.tree!r}"
-                )
+                remedy = f"is for chains; leave it at 1 with tree={self.tree!r}"
+                raise ConfigError("draft_probability", self.draft_probability, remedy)
         if self.branching is None:
             return
         if self.tree == "chain":
-            raise ConfigError(
-                "branching", self.branching, "a chain does not branch; choose tree='static' or tree='best_first'"
-            )
+            remedy = "a chain does not branch; choose tree='static' or tree='best_first'"
+            raise ConfigError("branching", self.branching, remedy)
         if isinstance(self.branching, list | tuple):
             object.__setattr__(self, "branching", tuple(self.branching))
         by_depth = self.branching if isinstance(self.branching, tuple) else (self.branching,)
@@ -370,17 +363,13 @@ class SpecConfig:
             return
         check_read(self, "skip_layers")
         if self.exit_layer != "auto":
-            raise ConfigError(
-                "skip_layers",
-                self.skip_layers,
-                f"stop early (exit_layer={self.exit_layer}) or leave layers out, not both",
-            )
+            remedy = f"stop early (exit_layer={self.exit_layer}) or leave layers out, not both"
+            raise ConfigError("skip_layers", self.skip_layers, remedy)
         if self.skip_layers == "auto":
             return
         if isinstance(self.skip_layers, str) or not isinstance(self.skip_layers, list | tuple) or not self.skip_layers:
-            raise ConfigError(
-                "skip_layers", self.skip_layers, "must be 'auto' or a list of layer numbers, and not empty"
-            )
+            remedy = "must be 'auto' or a list of layer numbers, and not empty"
+            raise ConfigError("skip_layers", self.skip_layers, remedy)
         for layer in self.skip_layers:
             check_whole("skip_layers", layer, low=0)
         object.__setattr__(self, "skip_layers", tuple(sorted(set(self.skip_layers))))

@@ -231,11 +231,8 @@ class EngineConfig:
             if spec.drafter is None
             else f"num_draft={spec.num_draft} is set: leave that to 'auto'"
         )
-        raise ConfigError(
-            "routing",
-            self.routing,
-            f"rules hold where the number of draft tokens is open, and {closed}, or leave this out",
-        )
+        remedy = f"rules hold where the number of draft tokens is open, and {closed}, or leave this out"
+        raise ConfigError("routing", self.routing, remedy)
 
 
 def config_of(model: EngineConfig | str | Path, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:

@@ -58,9 +58,8 @@ def read_stream(field: str, name: str, file: IO[bytes]) -> str:
         return data.decode("utf-8-sig")  # editors of Windows write a byte order mark
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise StorageError(
-            f"{field}: cannot read {name}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x})"
-        ) from error
+        message = f"{field}: cannot read {name}: line {line} is not UTF-8 (byte 0x{data[error.start]:02x})"
+        raise StorageError(message) from error
 
 
 def parse_json(field: str, where: str, text: str) -> Any:  # noqa: ANN401 - whatever the text holds

@@ -207,11 +207,8 @@ class SamplingParams:
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise InputError(
-                given[1],
-                getattr(self, given[1]),
-                f"the answer has a structure already ({given[0]}); give one of the two",
-            )
+            remedy = f"the answer has a structure already ({given[0]}); give one of the two"
+            raise InputError(given[1], getattr(self, given[1]), remedy)
         if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
             raise InputError("json_schema", self.json_schema, "must be a schema as a dictionary or as JSON text")
         if isinstance(self.json_schema, str):
@@ -274,9 +271,8 @@ def plain_schema(value: Mapping[str, Any] | str) -> Any:  # noqa: ANN401 - whate
     except RecursionError as error:  # nor can it be shown
         raise InputError("json_schema", "...", "is nested too deeply; use $ref for what repeats") from error
     except (TypeError, ValueError) as error:
-        raise InputError(
-            "json_schema", value, f"is not JSON ({error}); give a JSON schema as a dictionary or as JSON text"
-        ) from error
+        remedy = f"is not JSON ({error}); give a JSON schema as a dictionary or as JSON text"
+        raise InputError("json_schema", value, remedy) from error
 
 
 def check_no_arrays(config: object) -> None:
@@ -330,9 +326,8 @@ def check_text(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         place = f"character {error.start + 1} is half of a surrogate pair (U+{ord(value[error.start]):04X})"
-        raise InputError(
-            name, value, f"{place}, which is no text; was it read from bytes that are not UTF-8?"
-        ) from None
+        remedy = f"{place}, which is no text; was it read from bytes that are not UTF-8?"
+        raise InputError(name, value, remedy) from None
 
 
 def check_flag(name: str, value: object) -> None:

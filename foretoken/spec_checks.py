@@ -56,9 +56,8 @@ def check_names(spec: SpecConfig) -> None:
         asked = spec.drafter.lower() if isinstance(spec.drafter, str) else ""
         near = difflib.get_close_matches(asked, (*known_drafters(), PLAIN), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            "drafter", spec.drafter, f"{hint}choose one of {', '.join(known_drafters())}, or {PLAIN} for plain decoding"
-        )
+        remedy = f"{hint}choose one of {', '.join(known_drafters())}, or {PLAIN} for plain decoding"
+        raise ConfigError("drafter", spec.drafter, remedy)
     if spec.draft is not None and (not isinstance(spec.draft, str) or not spec.draft):
         raise ConfigError("draft", spec.draft, f"must be {A_DRAFT}")
     if spec.head is not None and (not isinstance(spec.head, str) or not spec.head):
@@ -149,37 +148,27 @@ def check_parts(spec: SpecConfig) -> None:
     """What parts may be, and that nothing set here or there is left without effect."""
     for part in spec.declared:
         if part.rule != "auto":
-            raise ConfigError(
-                "rule", part.rule, f"one rule decides for all parts; set it beside drafter={spec.drafter!r}"
-            )
+            remedy = f"one rule decides for all parts; set it beside drafter={spec.drafter!r}"
+            raise ConfigError("rule", part.rule, remedy)
         if part.drafter == "draft_model" and part.draft is None:
             raise ConfigError("draft", None, f"part 'draft_model' of drafter={spec.drafter!r} needs {A_DRAFT}")
         if part.drafter in HEADS and part.head is None:
             raise ConfigError("head", None, f"part {part.drafter!r} of drafter={spec.drafter!r} needs {A_HEAD}")
         if part.draft_probability != spec.draft_probability and part.samples:
-            raise ConfigError(
-                "draft_probability",
-                part.draft_probability,
-                f"must be the same beside drafter={spec.drafter!r} and in its parts",
-            )
+            remedy = f"must be the same beside drafter={spec.drafter!r} and in its parts"
+            raise ConfigError("draft_probability", part.draft_probability, remedy)
     taken = {name for traits in DRAFTERS.values() for name in traits.fields}
     for one in fields(spec):
         value = getattr(spec, one.name)
         if one.name in taken and value != one.default and all(getattr(p, one.name) != value for p in spec.declared):
-            raise ConfigError(
-                one.name,
-                value,
-                "no part takes it over, because each that could is a configuration of its own; set it there",
-            )
+            remedy = "no part takes it over, because each that could is a configuration of its own; set it there"
+            raise ConfigError(one.name, value, remedy)
     if spec.drafter == "cascade":
         _check_levels(spec)
     probing = next((part for part in spec.declared if part.num_probe), None)
     if probing is not None:
-        raise ConfigError(
-            "parts",
-            str(probing.drafter),
-            "its probes run beside its own draft tokens only: use drafter='lookahead' alone, or lookahead_window=0",
-        )
+        remedy = "its probes run beside its own draft tokens only: use drafter='lookahead' alone, or lookahead_window=0"
+        raise ConfigError("parts", str(probing.drafter), remedy)
     if spec.drafter == "mix":
         _check_merged(spec)
 
@@ -189,26 +178,22 @@ def _check_merged(spec: SpecConfig) -> None:
     others = [part for part in spec.declared if not is_lookup(part)]
     if len(others) > 1:
         names = ", ".join(str(part.drafter) for part in others)
-        raise ConfigError(
-            "parts", names, "one part of a mix at most may ask a model; choose among several with drafter='auto'"
-        )
+        remedy = "one part of a mix at most may ask a model; choose among several with drafter='auto'"
+        raise ConfigError("parts", names, remedy)
     if any(part.tree != "chain" for part in others):
-        raise ConfigError(
-            "tree", others[0].tree, "a mix merges other drafts with chains only; use it alone, or drafter='auto'"
-        )
+        remedy = "a mix merges other drafts with chains only; use it alone, or drafter='auto'"
+        raise ConfigError("tree", others[0].tree, remedy)
 
 
 def _check_levels(spec: SpecConfig) -> None:
     names = [part.drafter for part in spec.declared]
     if len(names) < 2:
-        raise ConfigError(
-            "parts", names, "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')"
-        )
+        remedy = "a cascade has two levels at least, cheapest first, such as ('ngram', 'draft_model')"
+        raise ConfigError("parts", names, remedy)
     for name in names[1:]:
         if name != "draft_model":
-            raise ConfigError(
-                "parts", name, "every level of a cascade above the first verifies, so it must be a draft_model"
-            )
+            remedy = "every level of a cascade above the first verifies, so it must be a draft_model"
+            raise ConfigError("parts", name, remedy)
     if names[0] != "draft_model" and not is_lookup(spec.declared[0]):
         lookups = ", ".join(name for name, traits in DRAFTERS.items() if traits.is_lookup)
         raise ConfigError("parts", names[0], f"the first level of a cascade must be one of draft_model, {lookups}")
@@ -216,10 +201,7 @@ def _check_levels(spec: SpecConfig) -> None:
         if part.tree != "chain":
             raise ConfigError("tree", part.tree, "a cascade drafts chains; leave it at 'chain'")
         if part.draft_vocabulary not in ("auto", "same"):
-            raise ConfigError(
-                "draft_vocabulary",
-                part.draft_vocabulary,
-                "all levels of a cascade share the target's tokens; leave it at 'auto'",
-            )
+            remedy = "all levels of a cascade share the target's tokens; leave it at 'auto'"
+            raise ConfigError("draft_vocabulary", part.draft_vocabulary, remedy)
     if spec.draft_probability != 1:
         raise ConfigError("draft_probability", spec.draft_probability, "a cascade drafts every position; leave it at 1")

@@ -187,9 +187,8 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
     values = values_of(SpecConfig, given)
     drafter = values["drafter"] = named_drafter(given)
     if drafter in (None, PLAIN) and values.get("num_draft", "auto") != "auto":
-        raise ConfigError(
-            "num_draft", given["num_draft"], "needs a drafter: name a --drafter or a --draft, or leave it out"
-        )
+        remedy = "needs a drafter: name a --drafter or a --draft, or leave it out"
+        raise ConfigError("num_draft", given["num_draft"], remedy)
     values["options"] = options_from(drafter, given.get("drafter_option") or ())
     return SpecConfig(**values)
 

@@ -177,11 +177,8 @@ def _texts(variable: str, value: str) -> list[str]:
     try:
         found = parse_json(variable, value, value)
     except InputError as error:
-        raise ConfigError(
-            variable,
-            value,
-            f'begins with a bracket and is no JSON list of texts, such as ["a, b", "c"]: {error.remedy}',
-        ) from error
+        remedy = f'begins with a bracket and is no JSON list of texts, such as ["a, b", "c"]: {error.remedy}'
+        raise ConfigError(variable, value, remedy) from error
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise ConfigError(variable, value, 'must be a list of texts, with commas or as JSON: ["a, b", "c"]')
     return found
@@ -250,11 +247,8 @@ def _check_table(table: Mapping[str, Any], command: TyperGroup | TyperCommand, v
             child = commands[key]
             assert isinstance(child, TyperGroup | TyperCommand)
             if not isinstance(value, dict):
-                raise ConfigError(
-                    key,
-                    value,
-                    f"must be a table of settings, [{f'{verb} {key}'.strip().replace(' ', '.')}], in {_path()}",
-                )
+                remedy = f"must be a table of settings, [{f'{verb} {key}'.strip().replace(' ', '.')}], in {_path()}"
+                raise ConfigError(key, value, remedy)
             _check_table(value, child, f"{verb} {key}".strip())
         elif key in kinds:
             _check_type(kinds[key], key, value, where)

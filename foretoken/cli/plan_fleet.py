@@ -100,14 +100,12 @@ def _mix(given: Mapping[str, Any], settings: Sequence[SimSetting]) -> RequestMix
     acceptance = acceptance_of(_USUAL["acceptance"] if given["acceptance"] is None else given["acceptance"])
     if given["bench"] is None:
         if isinstance(acceptance, str):
-            raise InputError(
-                "acceptance", acceptance, "is no number: a slice needs --bench FILE, which it is looked up in"
-            )
+            remedy = "is no number: a slice needs --bench FILE, which it is looked up in"
+            raise InputError("acceptance", acceptance, remedy)
         return RequestMix(prompts, outputs, {"": acceptance})
     if not isinstance(acceptance, str):
-        raise ConfigError(
-            "bench", str(given["bench"]), "gives the acceptance of a slice: name it with --acceptance SLICE"
-        )
+        remedy = "gives the acceptance of a slice: name it with --acceptance SLICE"
+        raise ConfigError("bench", str(given["bench"]), remedy)
     known = chances_from_bench(read_json("bench", given["bench"]))
     found: dict[str, Chances] = {
         drafter: slices[acceptance] for drafter, slices in known.items() if acceptance in slices
@@ -115,9 +113,8 @@ def _mix(given: Mapping[str, Any], settings: Sequence[SimSetting]) -> RequestMix
     missing = [drafter for one in settings for drafter in one.drafters if drafter not in found]
     if missing:
         names = ", ".join(sorted(known.get(missing[0], ()))) or "none"
-        raise InputError(
-            "acceptance", acceptance, f"no chances of this name were measured for {missing[0]}; known: {names}"
-        )
+        remedy = f"no chances of this name were measured for {missing[0]}; known: {names}"
+        raise InputError("acceptance", acceptance, remedy)
     return RequestMix(prompts, outputs, found)
 
 

@@ -85,17 +85,11 @@ def check_arrivals(given: Mapping[str, Any]) -> None:
         raise InputError("arrivals", given["arrivals"], f"name one of {', '.join(SHAPES)}, poisson:RATE, or a file")
     for name in _OF_REQUESTS:
         if built_ins and given[name] is not None:
-            raise ConfigError(
-                name,
-                given[name],
-                f"the built-in arrivals {built_ins[0]} set it for each request; leave it out, or use poisson:RATE",
-            )
+            remedy = f"the built-in arrivals {built_ins[0]} set it for each request; leave it out, or use poisson:RATE"
+            raise ConfigError(name, given[name], remedy)
     if given["duration_s"] is not None and not built_ins:
-        raise ConfigError(
-            "duration_s",
-            given["duration_s"],
-            f"applies to the built-in arrivals {', '.join(SHAPES)} only; leave it out",
-        )
+        remedy = f"applies to the built-in arrivals {', '.join(SHAPES)} only; leave it out"
+        raise ConfigError("duration_s", given["duration_s"], remedy)
 
 
 def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
@@ -115,17 +109,11 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
     if not arrivals.startswith(_POISSON):
         for name in ("prompt_tokens", "output_tokens"):
             if given[name] is not None:
-                raise ConfigError(
-                    name,
-                    given[name],
-                    "the file of arrivals sets it for each request; leave it out, or use --arrivals poisson:RATE",
-                )
+                remedy = "the file of arrivals sets it for each request; leave it out, or use --arrivals poisson:RATE"
+                raise ConfigError(name, given[name], remedy)
         if not Path(arrivals).suffix and not os.path.exists(arrivals):
-            raise InputError(
-                "arrivals",
-                arrivals,
-                f"is no file and no built-in name; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file",
-            )
+            remedy = f"is no file and no built-in name; choose one of {', '.join(SHAPES)}, poisson:RATE, or a file"
+            raise InputError("arrivals", arrivals, remedy)
         lines = read_text("arrivals", Path(arrivals)).split("\n")
         try:
             return parse_trace(lines, chances)[:requests]
@@ -134,9 +122,8 @@ def jobs_of(given: Mapping[str, Any], acceptance: str) -> list[Job]:
     try:
         rate = float(arrivals.removeprefix(_POISSON))
     except ValueError:
-        raise InputError(
-            "arrivals", arrivals, "must be poisson:RATE with a number of requests per second, or a file"
-        ) from None
+        remedy = "must be poisson:RATE with a number of requests per second, or a file"
+        raise InputError("arrivals", arrivals, remedy) from None
     prompts, outputs = (
         lengths_of(name, usual if given[name] is None else given[name])
         for name, usual in (("prompt_tokens", _PROMPT_TOKENS), ("output_tokens", _OUTPUT_TOKENS))

@@ -297,7 +297,6 @@ def _shape(text: str) -> ModelSize:
     try:
         hidden, intermediate, layers, heads, kv_heads = (int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(
-            "shape", text, "use target, draft, or five numbers: hidden,intermediate,layers,heads,kv_heads"
-        ) from None
+        remedy = "use target, draft, or five numbers: hidden,intermediate,layers,heads,kv_heads"
+        raise ConfigError("shape", text, remedy) from None
     return ModelSize(hidden, intermediate, layers, heads, kv_heads)

@@ -57,11 +57,8 @@ def check_request(
     context = target.max_context_tokens
     check_length(len(prompt_ids), context)
     if params.stop_strings and not has_text:
-        raise InputError(
-            "stop",
-            params.stop_strings,
-            "stop strings need a tokenizer, and this model folder has none; leave `stop` out",
-        )
+        remedy = "stop strings need a tokenizer, and this model folder has none; leave `stop` out"
+        raise InputError("stop", params.stop_strings, remedy)
     check_layers(spec, target.num_layers)
     if spec.num_draft != "auto" and spec.num_draft >= context:
         raise InputError("num_draft", spec.num_draft, f"must be smaller than the context of {context} tokens")
@@ -91,18 +88,14 @@ def check_layers(spec: SpecConfig, num_layers: int) -> None:
         return
     least = 3 if spec.skip_layers == "auto" else 2
     if num_layers < least:
-        raise ConfigError(
-            "drafter",
-            spec.drafter,
-            f"the target has {num_layers} layers, and a draft with fewer needs at least {least}",
-        )
+        remedy = f"the target has {num_layers} layers, and a draft with fewer needs at least {least}"
+        raise ConfigError("drafter", spec.drafter, remedy)
     if spec.exit_layer != "auto" and spec.exit_layer >= num_layers:
         raise ConfigError("exit_layer", spec.exit_layer, f"must be less than the target's {num_layers} layers")
     if spec.skip_layers is not None and spec.skip_layers != "auto":
         if max(spec.skip_layers) >= num_layers:
-            raise ConfigError(
-                "skip_layers", spec.skip_layers, f"the target's layers are numbered 0 to {num_layers - 1}"
-            )
+            remedy = f"the target's layers are numbered 0 to {num_layers - 1}"
+            raise ConfigError("skip_layers", spec.skip_layers, remedy)
         if len(spec.skip_layers) == num_layers:
             raise ConfigError("skip_layers", spec.skip_layers, "leaves no layer to draft with")
 

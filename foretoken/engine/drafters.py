@@ -69,20 +69,18 @@ class DrafterFactory:
         _check_made(drafter, spec.drafter)
         members = [part for _, part in parts_of(spec, drafter)]
         if self._num_opened > num_before and not any(isinstance(part, ModelDrafter) for part in members):
-            raise ConfigError(
-                "drafter",
-                spec.drafter,
+            remedy = (
                 "opened a draft model, but its cost cannot be measured: give it the methods models() and fresh() of "
-                "draft.base.ModelDrafter",
+                "draft.base.ModelDrafter"
             )
+            raise ConfigError("drafter", spec.drafter, remedy)
         reader = next((part for part in members if reads_hidden_states(type(part))), None)
         if reader is not None and not reads_hidden_states(type(drafter)):
-            raise ConfigError(
-                "parts",
-                reader.name,
+            remedy = (
                 f"reads the target's hidden states, which drafter={spec.drafter!r} does not pass on: use it "
-                "alone, or as a part of drafter='auto'",
+                "alone, or as a part of drafter='auto'"
             )
+            raise ConfigError("parts", reader.name, remedy)
         return drafter
 
     def open_draft(self, folder: Path, draft_dtype: str = "auto") -> LanguageModel:

@@ -127,9 +127,8 @@ class Driver:
         with self._turns.lock:
             self._check_open()
             if self.owner is not None:
-                raise InputError(
-                    "llm", self._name, "is served by another AsyncEngine: submit to that one, or close it first"
-                )
+                remedy = "is served by another AsyncEngine: submit to that one, or close it first"
+                raise InputError("llm", self._name, remedy)
             self._free_left()
             if self.engine.has_work:
                 remedy = "still answers requests: let them end, or close their streams, then open an AsyncEngine"

@@ -146,8 +146,5 @@ def check_length(num_tokens: int, context: int, is_minimum: bool = False) -> Non
     Raises ContextLengthError: it does not.
     """
     if num_tokens >= context:
-        raise ContextLengthError(
-            "prompt",
-            f"{num_tokens} tokens{' or more' if is_minimum else ''}",
-            f"the context holds {context} tokens; shorten the prompt to at most {context - 1}",
-        )
+        remedy = f"the context holds {context} tokens; shorten the prompt to at most {context - 1}"
+        raise ContextLengthError("prompt", f"{num_tokens} tokens{' or more' if is_minimum else ''}", remedy)

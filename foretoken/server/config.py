@@ -75,6 +75,5 @@ def _check_tls(cert: str, key: str) -> None:
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError(
-            "tls_key", key, "is not the key of tls_cert, or one of them is no PEM file, or the key has a password"
-        ) from error
+        remedy = "is not the key of tls_cert, or one of them is no PEM file, or the key has a password"
+        raise ConfigError("tls_key", key, remedy) from error

@@ -254,9 +254,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError("host", host, "is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
-            raise StorageError(
-                f"port {port} of {host} is in use: stop the other program, or give another --port"
-            ) from error
+            message = f"port {port} of {host} is in use: stop the other program, or give another --port"
+            raise StorageError(message) from error
         raise StorageError(f"cannot listen on port {port} of {host}: {error.strerror}") from error
     found.setblocking(False)
     return found

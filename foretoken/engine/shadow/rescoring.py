@@ -145,9 +145,8 @@ class Rescoring:
         answer = self._text[self._num_prompt + first : self._num_prompt + last]
         rounding, dtype = _rounding(logits), logits.dtype
         if not bool(check_finite(logits).all()):
-            raise NumericsError(
-                f"the target's logits are not finite when output token {first} or a later one is scored again"
-            )
+            message = f"the target's logits are not finite when output token {first} or a later one is scored again"
+            raise NumericsError(message)
         if self.processors is not None and answer:
             logits = self.processors.adjust(logits, [answer[:i] for i in range(len(answer))])
             rounding = _rounding_after(rounding, logits, self._params.repetition_penalty)

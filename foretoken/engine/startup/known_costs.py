@@ -55,11 +55,8 @@ def check_mode(profile: object) -> str:
     """`auto`, `off`, `measure`, or the path of an existing file, as text. Raises ConfigError: anything else."""
     if isinstance(profile, str | Path) and (str(profile) in MODES or os.path.isfile(profile)):
         return str(profile)
-    raise ConfigError(
-        "profile",
-        profile,
-        f"use {', '.join(MODES)}, or an existing file that `foretoken bench profile --out DIR` wrote",
-    )
+    remedy = f"use {', '.join(MODES)}, or an existing file that `foretoken bench profile --out DIR` wrote"
+    raise ConfigError("profile", profile, remedy)
 
 
 def seed_costs(
@@ -125,11 +122,8 @@ def _measured(
     specs = {label: spec for label, (spec, _) in drafters.items()}
     if profile is None:
         if mode == "measure":
-            raise ConfigError(
-                "profile",
-                mode,
-                f"context ({target.max_context_tokens} tokens) or cache are too small to measure in; use 'off'",
-            )
+            remedy = f"context ({target.max_context_tokens} tokens) or cache are too small to measure in; use 'off'"
+            raise ConfigError("profile", mode, remedy)
         return KnownCosts(measured_s=took_s)
     try:
         save_profile(profile, path)

@@ -240,9 +240,8 @@ def chat_messages(system: str | Sequence[Any] | None, turns: Sequence[Mapping[st
     if not messages:
         raise invalid("messages", "have no text and no tool that the model could read")
     if messages[-1].get("tool_calls"):
-        raise invalid(
-            f"messages.{len(turns) - 1}.content", "has calls: a turn with their tool_result blocks must follow"
-        )
+        message = "has calls: a turn with their tool_result blocks must follow"
+        raise invalid(f"messages.{len(turns) - 1}.content", message)
     return messages
 
 

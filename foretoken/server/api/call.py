@@ -261,9 +261,8 @@ def _check_lists(body: SamplingFields, terms: Terms) -> None:
     check_num_biases(body.logit_bias, config)
     words = body.bad_words or ()
     if len(words) > config.max_bad_words or sum(map(len, words)) > config.max_bad_word_tokens:
-        raise invalid(
-            "bad_words", f"must be at most {config.max_bad_words} of {config.max_bad_word_tokens} characters together"
-        )
+        message = f"must be at most {config.max_bad_words} of {config.max_bad_word_tokens} characters together"
+        raise invalid("bad_words", message)
     if body.use_beam_search:
         raise unsupported("use_beam_search", "is not supported; n draws several answers")
     if body.truncate_prompt_tokens is not None:

@@ -109,7 +109,6 @@ class ApiConfig:
             return 0.0
         kind, _, number = self.granularity.partition(":")
         if kind != "interval" or not number.isdecimal() or not 1 <= int(number[:9]) <= 60_000:
-            raise ConfigError(
-                "granularity", self.granularity, "choose step, token or interval:MS with MS from 1 to 60000"
-            )
+            remedy = "choose step, token or interval:MS with MS from 1 to 60000"
+            raise ConfigError("granularity", self.granularity, remedy)
         return int(number) / 1000

@@ -140,9 +140,8 @@ def refuse_public_bind(host: str, keys: KeyRing, insecure: bool) -> None:
     `insecure` does not allow that.
     """
     if not is_loopback(host) and keys.is_open and not insecure:
-        raise ConfigError(
-            "host",
-            host,
+        remedy = (
             "other machines can reach this address, and no key is set: give --api-key (or FORETOKEN_API_KEY, or a file "
-            "of keys), listen on 127.0.0.1, or add --insecure",
+            "of keys), listen on 127.0.0.1, or add --insecure"
         )
+        raise ConfigError("host", host, remedy)

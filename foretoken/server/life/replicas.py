@@ -103,12 +103,11 @@ class Quarantine:
         self._forget()
         times = self._deaths.get(fingerprint, ())
         if len(times) >= _DEATHS:
-            raise InputError(
-                "request",
-                len(times),
+            remedy = (
                 f"the engine died {len(times)} times while it answered this request, which is refused for "
-                f"{self._quarantine_s:g} s; change the request, or come again later",
+                f"{self._quarantine_s:g} s; change the request, or come again later"
             )
+            raise InputError("request", len(times), remedy)
         if times:
             self._asked_again.add(fingerprint)
 

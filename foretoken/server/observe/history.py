@@ -100,9 +100,8 @@ def check_history(path: Path) -> None:
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     version = _version(connection, path)
     if version > SCHEMA_VERSION:
-        raise StorageError(
-            f"history: {path} has schema {version}, this foretoken writes {SCHEMA_VERSION}: name another file"
-        )
+        message = f"history: {path} has schema {version}, this foretoken writes {SCHEMA_VERSION}: name another file"
+        raise StorageError(message)
     if version == 0:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # deleted rows give their space back
     connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
