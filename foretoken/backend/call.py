@@ -220,11 +220,8 @@ class Backend(Protocol):
         """
 
     async def tokenize(self, text: TextToEncode) -> list[int]:
-        """Token ids of a text.
-
-        Raises:
-            InputError, UnavailableError: see `open`.
-            ContextLengthError: the same, of a text that must fit the context.
+        """Token ids of a text. Raises InputError, UnavailableError: see `open`; ContextLengthError: the same, of a text
+        that must fit the context.
         """
 
     async def spell(self, token_ids: Sequence[int]) -> list[str | None]:

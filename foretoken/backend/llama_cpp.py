@@ -99,11 +99,8 @@ class LlamaCppBackend(AnsweringBackend):
     )
 
     def __init__(self, folder: Path, target: Path, draft: Path | None, dtype: str, threads: int | None) -> None:
-        """Find the programs, and convert the target where it is no GGUF file.
-
-        Raises:
-            StorageError: programs, converter or checkpoint are missing.
-            ForetokenError: the checkpoint cannot be converted.
+        """Find the programs, and convert the target where it is no GGUF file. Raises StorageError: programs, converter
+        or checkpoint are missing; ForetokenError: the checkpoint cannot be converted.
         """
         self.programs = LlamaCpp.find(folder)
         self._draft, self._dtype = draft, dtype
@@ -157,11 +154,8 @@ class LlamaCppBackend(AnsweringBackend):
 
 
 def open_llama_cpp(options: BackendOptions) -> LlamaCppBackend:
-    """llama.cpp's programs in the folder that FORETOKEN_LLAMA_CPP names.
-
-    Raises:
-        InputError: it names none.
-        StorageError, ForetokenError: see `LlamaCppBackend`.
+    """llama.cpp's programs in the folder that FORETOKEN_LLAMA_CPP names. Raises InputError: it names none;
+    StorageError, ForetokenError: see `LlamaCppBackend`.
     """
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:

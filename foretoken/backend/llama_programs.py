@@ -83,10 +83,7 @@ class LlamaCpp:
 
     def convert(self, checkpoint: Path, outtype: str, gguf: Path | None = None) -> Path:
         """The checkpoint in a folder as a GGUF file, by default next to it; made again when the checkpoint is newer.
-
-        Raises:
-            StorageError: no converter.
-            ForetokenError: the converter failed.
+        Raises StorageError: no converter; ForetokenError: the converter failed.
         """
         gguf = gguf or checkpoint.resolve().with_name(f"{checkpoint.resolve().name}-{outtype}.gguf")
         sources = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.json")]

@@ -212,11 +212,8 @@ def _checked(name: str) -> Path:
 
 
 def open_openvino(options: BackendOptions) -> OpenVinoBackend:
-    """OpenVINO GenAI on a GGUF file or a folder in its own format, on the CPU.
-
-    Raises:
-        InputError: the package is missing, or an option that it does not have.
-        ModelError: no such model, or one in another format.
+    """OpenVINO GenAI on a GGUF file or a folder in its own format, on the CPU. Raises InputError: the package is
+    missing, or an option that it does not have; ModelError: no such model, or one in another format.
     """
     if options.device not in ("auto", "cpu"):
         raise InputError("device", options.device, "openvino is measured on the CPU; give cpu, or leave it out")

@@ -234,11 +234,8 @@ def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_sources(spec: SpecConfig | None) -> None:
-    """Whether the draft, the head and the text that `spec` names are there, before the target is loaded.
-
-    Raises:
-        ModelError: no such draft or head.
-        StorageError: the corpus or the n-gram table cannot be opened.
+    """Whether the draft, the head and the text that `spec` names are there, before the target is loaded. Raises
+    ModelError: no such draft or head; StorageError: the corpus or the n-gram table cannot be opened.
     """
     if spec is None:
         return

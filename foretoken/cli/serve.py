@@ -82,12 +82,7 @@ def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness]
 
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:
-    """The configuration that flags mean.
-
-    Raises:
-        InputError: an invalid value.
-        StorageError: a file cannot be read.
-    """
+    """The configuration that flags mean. Raises InputError: an invalid value; StorageError: a file cannot be read."""
     spec = answering_spec(given)
     if spec is not None:
         from foretoken.heads.kind import with_head_kind

@@ -70,11 +70,8 @@ def arrival_names(text: str) -> tuple[str, ...]:
 
 
 def check_arrivals(given: Mapping[str, Any]) -> None:
-    """Check the bounds of numbers, and that only options that have an effect are given.
-
-    Raises:
-        ConfigError: an option without effect on these arrivals.
-        InputError: a number that cannot be simulated.
+    """Check the bounds of numbers, and that only options that have an effect are given. Raises ConfigError: an option
+    without effect on these arrivals; InputError: a number that cannot be simulated.
     """
     for name, low, high in _BOUNDS:
         check_whole(name, given[name], low, high)

@@ -152,11 +152,8 @@ class Driver:
     def enqueue(
         self, prepared: PreparedRequest, receive: Receiver | None = None, user: Owner | None = None
     ) -> RequestState:
-        """Queue one request; `receive` gets its outputs, within the step that emits them.
-
-        Raises:
-            InputError: see `check_user`.
-            EngineError: see `Engine.enqueue`.
+        """Queue one request; `receive` gets its outputs, within the step that emits them. Raises InputError: see
+        `check_user`; EngineError: see `Engine.enqueue`.
         """
         with self._turns, self._turns.lock, own_modes():
             self.check_user(user)

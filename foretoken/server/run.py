@@ -231,11 +231,8 @@ def compose(backend: Backend, config: ServerConfig) -> Composed:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to an address of this machine.
-
-    Raises:
-        ConfigError: no such address.
-        StorageError: the port is in use, or needs other rights.
+    """A socket bound to an address of this machine. Raises ConfigError: no such address; StorageError: the port is in
+    use, or needs other rights.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -70,11 +70,8 @@ class KeyRing:
 
 
 def key_ring(config: GuardConfig) -> KeyRing:
-    """The keys of a configuration.
-
-    Raises:
-        ConfigError: a key that is malformed, or given twice.
-        StorageError: the file of keys cannot be read.
+    """The keys of a configuration. Raises ConfigError: a key that is malformed, or given twice; StorageError: the file
+    of keys cannot be read.
     """
     keys = []
     if config.api_key is not None:

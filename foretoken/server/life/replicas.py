@@ -192,11 +192,8 @@ class Replicas:
         return sum(worker.backend.num_open for worker in self.workers if worker.backend is not None)
 
     async def open(self, call: Call) -> RemoteGeneration:
-        """See `Backend.open`.
-
-        Raises:
-            InputError: the engine died twice while it answered this request.
-            WorkerDiedError: the engine's process died meanwhile.
+        """See `Backend.open`. Raises InputError: the engine died twice while it answered this request; WorkerDiedError:
+        the engine's process died meanwhile.
         """
         backends = self._backends()
         fingerprint = fingerprint_of(call)

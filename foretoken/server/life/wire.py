@@ -354,11 +354,8 @@ def plain(config: SpecConfig | EngineConfig) -> dict[str, Any]:
 
 
 def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
-    """What an engine is built from, from `plain` values.
-
-    Raises:
-        InputError: a value that cannot be honoured.
-        msgspec.ValidationError: one inside `spec`, `routing` or `adapt`.
+    """What an engine is built from, from `plain` values. Raises InputError: a value that cannot be honoured;
+    msgspec.ValidationError: one inside `spec`, `routing` or `adapt`.
     """
     kinds: dict[str, Any] = {"spec": SpecConfig, "routing": RoutingRules, "adapt": AdaptConfig | bool}
     built = {name: msgspec.convert(values[name], kind) for name, kind in kinds.items() if name in values}

@@ -52,11 +52,8 @@ _log = logging.getLogger("foretoken.server")
 
 
 def connect(path: Path, busy_s: float) -> sqlite3.Connection:
-    """A connection to the history in `path`, which is created or brought to this schema.
-
-    Raises:
-        sqlite3.Error: it cannot be opened or written now.
-        StorageError: it is another program's file, or of a later version.
+    """A connection to the history in `path`, which is created or brought to this schema. Raises sqlite3.Error: it
+    cannot be opened or written now; StorageError: it is another program's file, or of a later version.
     """
     with suppress(OSError):  # SQLite says what is wrong
         path.touch(mode=0o600)  # names of keys and what they used are for the server alone
