@@ -20,16 +20,8 @@ from foretoken.text.detokenizer import Detokenizer
 
 # What /set changes: the numbers of `SamplingParams` that make sense for one answer at a time.
 SETTINGS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
 )
 _OFF = "none"  # no seed
 COMMANDS = {

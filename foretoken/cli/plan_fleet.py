@@ -24,18 +24,8 @@ from foretoken.simulate.inputs import PLAIN, Chances, Limits, SimSetting, chance
 
 _USUAL = {"prompt_tokens": "256", "output_tokens": "128", "acceptance": ACCEPTANCE}
 _HEADINGS = (
-    "setting",
-    "replicas",
-    "aim",
-    "mean",
-    "most",
-    "busy",
-    "first p95",
-    "worst hour",
-    "token p95",
-    "late",
-    "refused",
-    "price/M",
+    *("setting", "replicas", "aim", "mean", "most", "busy"),
+    *("first p95", "worst hour", "token p95", "late", "refused", "price/M"),
 )
 _EXPLAINED = (
     "aim: queued tokens of a replica that the autoscaler aims at, the best of those tried; default: without an aim, "

@@ -31,19 +31,8 @@ _CALLERS_OWN = {"max_tokens": "max_tokens", "prediction": "prediction.content", 
 # What each template may be told; anything else could replace what the server itself says.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 _PASSED_ON = (
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "n",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "bad_words",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "logprob_token_ids",
+    *("frequency_penalty", "presence_penalty", "logit_bias", "n", "seed", "ignore_eos", "min_tokens", "bad_words"),
+    *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "logprob_token_ids"),
 )
 
 
