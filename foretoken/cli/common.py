@@ -117,7 +117,7 @@ def text_of(field: str, value: str | None) -> str | None:
 
 
 def texts_of(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, str | None]:
-    """`text_of` each of several options. Raises InputError: standard input is asked for twice; StorageError: see there."""
+    """`text_of` each of several options. Raises InputError: standard input is asked for twice."""
     piped = [name for name in names if given[name] == "-"]
     if len(piped) > 1:
         raise InputError(piped[1], "-", f"standard input is read once, for {piped[0]}; give a file as @FILE")
