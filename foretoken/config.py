@@ -283,7 +283,6 @@ class SpecConfig:
         return window * (self.lookahead_ngram - 1)
 
     def _check_given_parts(self) -> None:
-        """Make every given part a configuration."""
         if self.parts and not self.is_composite:
             remedy = f"drafter={self.drafter!r} has no parts; composite drafters: {', '.join(COMPOSITES)}"
             raise ConfigError("parts", self.parts, remedy)

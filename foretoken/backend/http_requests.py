@@ -119,7 +119,6 @@ def _reply(chunks: Sequence[Sequence[Mapping[str, Any]]], usage: Mapping[str, An
 
 
 def _choice(parts: Sequence[Mapping[str, Any]]) -> ApiChoice:
-    """One answer from its parts."""
     thoughts, texts, reasons, ids = [], [], [], list[int]()
     pieces, logprobs, tops = list[str](), list[float](), list[Mapping[str, float]]()
     calls: dict[int, list[str]] = {}

@@ -219,7 +219,6 @@ class LocalBackend:
         return [llm.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in call.prompts]
 
     def _predicted(self, call: Call) -> tuple[int, ...]:
-        """The tokens of the prediction."""
         if not call.prediction:
             return ()
         remedy = f"must have at most {self._info.max_model_len} tokens"
@@ -244,7 +243,6 @@ class _Followed:
         return None if call.prediction is None else cls(tokens, call.params.prediction is not None)
 
     def count(self, answer: Sequence[int]) -> tuple[int, int]:
-        """See `AnswerEnded.prediction`."""
         num_kept = num_followed(self.tokens, answer) if self.is_drafted else 0
         return num_kept, len(self.tokens) - num_kept
 
@@ -280,7 +278,6 @@ class LocalGeneration:
             ticket.cancel()
 
     async def _merged(self) -> AsyncGenerator[Event]:
-        """The events of all answers as they come."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
 
         async def pump(index: int) -> None:

@@ -58,7 +58,6 @@ class _Clock:
 
 @contextmanager
 def _as_ours() -> Iterator[None]:
-    """Errors of transformers as one of ours."""
     try:
         yield
     except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:

@@ -53,7 +53,6 @@ def _root(
 
 @functools.cache
 def _command() -> TyperGroup:
-    """The tree of verbs."""
     command = typer.main.get_command(app)
     assert isinstance(command, TyperGroup)
     return command

@@ -69,7 +69,6 @@ def audit(
 
 
 def _options(context: typer.Context) -> AuditOptions:
-    """What to audit of our engine."""
     refuse_set(context, ("model", "against_backend", "num_seeds"), "goes with --backend; leave it out")
     given = dict(context.params)
     if named_drafter(given) is None:
@@ -131,6 +130,5 @@ def _run(options: AuditOptions | BackendAuditOptions, prompts: Path | None) -> R
 
 
 def _own_prompts(count: int) -> list[Prompt]:
-    """Prompts of every slice of the bench."""
     every = slices(per_slice=-(-min(count, 50) // len(SLICES)))
     return [prompt.text for prompt in in_turns(every, lambda prompt: prompt.slice)[:count]]

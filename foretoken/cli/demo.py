@@ -81,7 +81,6 @@ def one_of_each_kind(prompts: Sequence[DemoPrompt]) -> list[DemoPrompt]:
 
 
 def _streamed_answers(run: DemoRun, prompts: Sequence[DemoPrompt], llm: LLM, target: str) -> list[DemoAnswer]:
-    """Answers that are shown while they come."""
     console = Console()
     found: list[DemoAnswer] = []
     for prompt in prompts:

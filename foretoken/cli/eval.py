@@ -219,7 +219,6 @@ class _AnswerLines:
         self._num_begun, self._next_s = 0, 0.0
 
     def __call__(self, name: str) -> None:
-        """The next answer begins."""
         self._num_begun += 1
         now_s = time.monotonic()
         if now_s >= self._next_s or self._num_begun == self._num_answers:

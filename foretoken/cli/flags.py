@@ -137,7 +137,6 @@ def _optional(kind: Any, default: object) -> Any:  # noqa: ANN401 - types
 
 
 def _text_of(value: object) -> str:
-    """A default as one writes it."""
     if isinstance(value, list | tuple):
         return ",".join(map(_text_of, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -164,7 +164,6 @@ def _megabytes(count: object) -> str:
 
 
 def _own_names() -> list[str]:
-    """Models and heads of a source checkout."""
     from foretoken.model.names import reference_heads, reference_models
 
     return [*reference_models(), *reference_heads()]
@@ -186,7 +185,6 @@ def _describe_packaged(model: PackagedModel) -> dict[str, object]:
 
 
 def _hub_repos() -> list[CachedRepoInfo]:
-    """Models in the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

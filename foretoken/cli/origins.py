@@ -97,7 +97,6 @@ def check_environment(root: TyperGroup) -> None:
 
 
 def _variables() -> list[str]:
-    """The variables that settings may read."""
     return [name for name in os.environ if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES]
 
 
@@ -121,7 +120,6 @@ class _Kind:
 
     @property
     def words(self) -> str:
-        """For an error."""
         return f"a list, each {WORDS[self.item]}" if self.is_list else WORDS[self.item]
 
 

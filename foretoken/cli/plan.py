@@ -100,7 +100,6 @@ def plan(
 
 
 def _plan_memory(given: Mapping[str, Any]) -> None:
-    """What fits into memory, printed."""
     from foretoken.heads.footprint import draft_shape_of, head_shape_of
     from foretoken.model.footprint import shape_of
     from foretoken.model.names import model_folder
@@ -163,7 +162,6 @@ def _check_given(context: typer.Context, is_fleet: bool) -> None:
 
 
 def _check_fits(target: str, load: Load, budget: Budget, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a load that fits with none of the drafts."""
     if any(row["fits"] for row in rows):
         return
     row = min(rows, key=lambda row: int(str(row["missing_bytes"])))
@@ -214,7 +212,6 @@ def _print(report: dict[str, object], grid: dict[int, dict[int, int]], rows: lis
 
 
 def _size(count: object) -> str:
-    """Bytes in readable units."""
     value = float(str(count))
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

@@ -13,7 +13,6 @@ _Value = TypeVar("_Value")
 
 
 def _dial(value: _Value, unit: str, reason: str) -> _Value:
-    """A field with this default."""
     return field(default=value, metadata={"unit": unit, "reason": reason})
 
 

@@ -155,7 +155,6 @@ class Admission:
         return make_processors(params, prompt_ids, self._target.vocab_size, ends, self._tokenizer, structure)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Token ids of the text that the caller expects."""
         prediction = params.prediction
         if prediction is None:
             return ()

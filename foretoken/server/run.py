@@ -173,7 +173,6 @@ class _HttpServer(uvicorn.Server):
         self._on_signal = on_signal
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
-        """SIGTERM or SIGINT came."""
         self._on_signal(sig)
 
 

@@ -204,8 +204,6 @@ class Splitter:
 
 
 class _Note:
-    """What is noted of one request."""
-
     def __init__(self) -> None:
         self.error, self.has_begun, self.has_ended = LEFT, False, False
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue(1)  # of the body, None behind the last

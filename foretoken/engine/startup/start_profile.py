@@ -201,7 +201,6 @@ class _StartRun:
         return dict(sorted(found.items()))
 
     def step(self, engine: Engine) -> tuple[float, float]:
-        """One step, timed."""
         found = timed(engine)
         self.say(time.perf_counter() - self.began)
         return found

@@ -237,7 +237,6 @@ def _max_tokens(body: SamplingFields, terms: Terms, named: int | None, default: 
 
 
 def _check_lists(body: SamplingFields, terms: Terms) -> None:
-    """Fields that list something."""
     config, info = terms.config, terms.info
     for name in ("stop_token_ids", "allowed_token_ids"):
         listed = getattr(body, name) or ()

@@ -104,8 +104,6 @@ def _add_closed(router: APIRouter, path: str) -> None:
 
 
 def _add_texts(router: APIRouter, api: Api) -> None:
-    """Texts and their tokens."""
-
     @router.post(TEMPLATE_PATH, summary="A conversation under the chat template, as llama.cpp has it")
     async def apply_template(body: ChatRequest, request: Request) -> Response:
         return json_response({"prompt": await _text(api, await _chat_ids(api, body, request))})
@@ -276,7 +274,6 @@ class LlamaWriter(AnswerWriter):
         yield self.encoded(made | self._probabilities(piece.tokens))
 
     def _end(self, event: AnswerEnded, text: str, ids: list[int], tokens: Sequence[TokenEvent]) -> _Json:
-        """The object of an answer's end."""
         exchange = self.exchange
         num_prompt = len(exchange.prompt_ids[event.index])
         made: _Json = {

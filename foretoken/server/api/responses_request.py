@@ -235,7 +235,6 @@ def _named(tool: NamedResponsesTool) -> NamedToolChoice:
 
 
 def _messages(body: ResponsesRequest, template_roles: Sequence[str]) -> list[dict[str, Any]]:
-    """Input items as messages of a chat."""
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})

@@ -97,7 +97,6 @@ def _num_draft(body: SamplingFields, asked: SpecFields) -> int | Literal["auto"]
 
 
 def _named(name: str, info: ModelInfo, config: ApiConfig) -> SpecConfig:
-    """The settings that this server has for a drafter."""
     offered = offered_specs(info, config)
     if name not in offered:
         is_lost = info.missing_draft is not None and name in {spec.drafter for spec in config.specs}

@@ -181,7 +181,6 @@ def _chosen(functions: Mapping[str, FunctionTool], choice: ToolChoice | None) ->
 
 
 def _grammar(called: Callables, style: ToolStyle, is_parallel: bool, form: Mapping[str, str]) -> str:
-    """A Lark grammar of the answers that may be given."""
     call = " | ".join(f"call_{i}" for i in range(len(called.functions)))
     rules = [f"call: {call}", *(f"call_{i}: {_call_rule(one, style)}" for i, one in enumerate(called.functions))]
     if style == "tags":

@@ -141,7 +141,6 @@ class AnswerWriter(ABC):
         return "off_server" if self.body.spec is None else "off_request"
 
     def _records(self, index: int, tokens: Sequence[TokenEvent], rounds: Sequence[RoundEvent]) -> list[_Json]:
-        """A record for each step of one answer."""
         emitted: dict[int, list[TokenEvent]] = {one.step: [] for one in rounds}
         for token in tokens:
             emitted.setdefault(token.step, []).append(token)

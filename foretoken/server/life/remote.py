@@ -132,7 +132,6 @@ class RemoteBackend:
             pending.end(UnavailableError(reason))
 
     def _send(self, number: int, command: wire.Command) -> _Pending:
-        """Send a command, and wait for what comes."""
         if self._death is not None:
             raise UnavailableError(BEING_RESTARTED)
         try:

@@ -213,7 +213,6 @@ class SupervisedWorker:
         return not wrong
 
     async def _read(self, process: WorkerProcess, backend: RemoteBackend) -> None:
-        """Deliver what the worker sends, until it is gone."""
         clock = asyncio.get_running_loop().time
         try:
             while (message := await process.channel.receive()) is not None:
