@@ -143,21 +143,13 @@ _BROKEN_DRAFT = (CheckpointError, StorageError, UnsupportedModelError)
 class LocalBackend:
     """`Backend` over an `AsyncEngine`, which stays the caller's to close. `missing_draft`: see `ModelInfo`."""
 
+    state: State = "ready"  # an engine that was built is
+
     def __init__(self, engine: AsyncEngine, name: str, missing_draft: str | None = None) -> None:
         self.engine = engine
         self._texts = TokenSpellings(engine.llm.tokenizer)
         self._rounds = RoundLog(engine.llm.engine.watchers, self._texts)
-        self._info = _info(engine, name, missing_draft)
-
-    @property
-    def state(self) -> State:
-        """See `Backend.state`: an engine that was built is ready."""
-        return "ready"
-
-    @property
-    def info(self) -> ModelInfo:
-        """See `Backend.info`."""
-        return self._info
+        self.info: ModelInfo = _info(engine, name, missing_draft)
 
     async def open(self, call: Call) -> LocalGeneration:
         """See `Backend.open`."""
@@ -198,8 +190,8 @@ class LocalBackend:
         """See `Backend.detokenize`."""
         tokenizer = self._tokenizer("tokens", list(token_ids))
         for token_id in token_ids:
-            if not 0 <= token_id < self._info.vocab_size:
-                raise InputError("tokens", token_id, f"must lie in [0, {self._info.vocab_size})")
+            if not 0 <= token_id < self.info.vocab_size:
+                raise InputError("tokens", token_id, f"must lie in [0, {self.info.vocab_size})")
         return await self.engine.in_thread(lambda: tokenizer.decode(token_ids, has_specials))
 
     async def stats(self) -> dict[str, Any]:
@@ -221,12 +213,12 @@ class LocalBackend:
     def _predicted(self, call: Call) -> tuple[int, ...]:
         if not call.prediction:
             return ()
-        remedy = f"must have at most {self._info.max_model_len} tokens"
+        remedy = f"must have at most {self.info.max_model_len} tokens"
         try:
             ids = self.engine.llm.encode_plain("prediction", call.prediction)
         except ContextLengthError as error:
             raise InputError("prediction", error.value, remedy) from None
-        if len(ids) > self._info.max_model_len:
+        if len(ids) > self.info.max_model_len:
             raise InputError("prediction", len(ids), remedy)
         return tuple(ids)
 

@@ -238,7 +238,7 @@ def test_suffix_fills_in_the_middle(server: Server, engine: AsyncEngine) -> None
     refused = server.post("/v1/completions", {"prompt": "a", "suffix": "b"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_feature")
     backend = LocalBackend(engine, "reference")
-    backend._info = msgspec.structs.replace(backend.info, fim_tokens=((5, 6), 7, 8))
+    backend.info = msgspec.structs.replace(backend.info, fim_tokens=((5, 6), 7, 8))
     body = {"prompt": ["def f(", [9, 10]], "suffix": "return", "max_tokens": 2, "return_token_ids": True}
     reply = Server(backend).post("/v1/completions", body)
     assert reply.status_code == 200, reply.text

@@ -72,7 +72,7 @@ def test_a_form_beside_tools(server: Server) -> None:
 
 def test_tools_that_cannot_be_offered(server: Server, engine: AsyncEngine) -> None:
     without = LocalBackend(engine, "reference")
-    without._info = msgspec.structs.replace(without.info, tool_style=None)
+    without.info = msgspec.structs.replace(without.info, tool_style=None)
     refused = Server(without).post("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_feature")
     for fields, param in (

@@ -28,7 +28,7 @@ class RemoteBackend:
     """
 
     def __init__(self, channel: Sender, info: ModelInfo, max_unread_events: int) -> None:
-        self._channel, self._info, self._max_unread = channel, info, max_unread_events
+        self._channel, self.info, self._max_unread = channel, info, max_unread_events
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._death: ForetokenError | None = None
@@ -37,11 +37,6 @@ class RemoteBackend:
     def state(self) -> State:
         """See `Backend.state`; known before the supervisor notices that the worker is gone."""
         return "ready" if self._death is None else "restarting"
-
-    @property
-    def info(self) -> ModelInfo:
-        """See `Backend.info`."""
-        return self._info
 
     @property
     def num_open(self) -> int:
