@@ -12,7 +12,6 @@ from foretoken.backend.requesting import ApiChoice, ApiRequest, Reply
 from foretoken.backend.rounds import TokenSpellings
 from foretoken.config import SamplingParams
 from foretoken.core import TokenLogprobs
-from foretoken.engine.request import GenerateOutput
 from foretoken.errors import ForetokenError, InputError
 
 _NAMES = frozenset(field.name for field in fields(SamplingParams))
@@ -46,7 +45,9 @@ class LocalRequester:
                 return Reply(refused=str(one.error))
             if one.error is not None:
                 raise ForetokenError(str(one.error)) from one.error
-        choices = tuple(self._choice(one) for one in output.choices)
+        choices = tuple(
+            self._made(one.text, one.finish_reason, one.token_ids, one.logprobs or ()) for one in output.choices
+        )
         return Reply(choices, len(output.prompt_ids), sum(len(one.token_ids) for one in output.choices))
 
     def _streamed(self, prompt: str | list[int], params: SamplingParams) -> Reply:
@@ -57,9 +58,6 @@ class LocalRequester:
             scored += piece.logprobs
             reason = piece.finish_reason or reason
         return Reply((self._made(text, reason, ids, scored),), None, len(ids))
-
-    def _choice(self, output: GenerateOutput) -> ApiChoice:
-        return self._made(output.text, output.finish_reason, output.token_ids, output.logprobs or ())
 
     def _made(self, text: str, reason: str, ids: Any, scored: Any) -> ApiChoice:  # noqa: ANN401
         events = [self._spellings.event(one.token_id, one, "") for one in scored]

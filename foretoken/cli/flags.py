@@ -103,7 +103,8 @@ def _flag(field: Field[Any], one: Option, hint: object, default: Any = inspect.P
         default = None if one.repeats else field.default
         if kind is str and default is not None and not isinstance(default, str):
             default = _text_of(default)
-    annotation = Annotated[_optional(kind, default), _typer_option(field, one, kind, default)]  # type: ignore[valid-type]
+    held = kind | None if default is None else kind
+    annotation = Annotated[held, _typer_option(field, one, kind, default)]  # type: ignore[valid-type]
     name = setting_name(field)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -130,10 +131,6 @@ def _type_of_flag(one: Option, hint: object) -> Any:  # noqa: ANN401 - a type
     members = [member for member in union_members(hint) if member is not types.NoneType]
     said = [member for member in members if not hasattr(member, "__dataclass_fields__")]
     return said[0] if all(member in _PLAIN for member in said) else str
-
-
-def _optional(kind: Any, default: object) -> Any:  # noqa: ANN401 - types
-    return kind | None if default is None else kind
 
 
 def _text_of(value: object) -> str:

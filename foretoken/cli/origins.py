@@ -96,16 +96,13 @@ def check_environment(root: TyperGroup) -> None:
             )
 
 
-def _variables() -> list[str]:
-    return [name for name in os.environ if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES]
-
-
 def _mentioned(root: TyperGroup) -> frozenset[str] | None:
     """The verbs of which the environment or the file sets something: the others need not be imported. None, which is
     all of them, where a variable is of no verb: one of them may be meant.
     """
     names = {name.upper(): name for name in root.commands}
-    named = {variable.removeprefix(_PREFIX).partition("__")[0] for variable in _variables()}
+    read = [name for name in os.environ if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES]
+    named = {variable.removeprefix(_PREFIX).partition("__")[0] for variable in read}
     if not named <= names.keys():
         return None
     return frozenset(names[name] for name in named) | (frozenset(_read_file()) & frozenset(root.commands))

@@ -65,10 +65,6 @@ class Moments:
         return Moments(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def _no_ranks() -> NDArray[np.int64]:
-    return np.zeros(NUM_BINS, dtype=np.int64)
-
-
 def _no_bets() -> NDArray[np.float64]:
     return np.zeros((_BET_SCORES, len(STAKES)))
 
@@ -87,7 +83,7 @@ class Evidence:
     num_edges: int = 0
     surprisal: Moments = field(default_factory=Moments)
     draft: Moments = field(default_factory=Moments)
-    ranks: NDArray[np.int64] = field(default_factory=_no_ranks)
+    ranks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(NUM_BINS, dtype=np.int64))
     bets: NDArray[np.float64] = field(default_factory=_no_bets)
 
     def __add__(self, other: Evidence) -> Evidence:

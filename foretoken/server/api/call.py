@@ -315,11 +315,6 @@ def _refuse_chat_features(body: ChatRequest) -> None:
         raise unsupported("modalities", "this model writes text only")
 
 
-def _llama_options() -> dict[str, Any]:
-    """What llama.cpp tells every chat template where a request does not."""
-    return {"enable_thinking": True, "date_string": datetime.now().strftime("%d %b %Y")}
-
-
 def _template_options(body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ApiConfig) -> dict[str, Any]:
     """What the request, and the interface that it came by, tell the chat template. Raises ApiError: a name that is not
     on the list, or a message is to be continued and an answer begun.
@@ -341,7 +336,10 @@ def _template_options(body: ChatRequest, messages: Sequence[Mapping[str, Any]], 
         continues = config.llama_cpp and body.add_generation_prompt is None and ends_open(messages)
     if continues:
         given["continue_final_message"] = True
-    return _llama_options() | given if config.llama_cpp else given
+    if not config.llama_cpp:
+        return given
+    # what llama.cpp tells every chat template where a request does not
+    return {"enable_thinking": True, "date_string": datetime.now().strftime("%d %b %Y")} | given
 
 
 def _notice_unknown(body: SamplingFields, config: ApiConfig) -> None:

@@ -141,14 +141,11 @@ def type_of(status: int) -> str:
 
 def clean(text: str) -> str:
     """A message without paths of files, addresses and line breaks, at most `MAX_MESSAGE_BYTES` long."""
-    text = _PATH.sub(_unless_a_route, _LINES.sub(" ", text[: 4 * MAX_MESSAGE_BYTES]))
+    text = _LINES.sub(" ", text[: 4 * MAX_MESSAGE_BYTES])
+    text = _PATH.sub(lambda found: found[0] if found[0] in _NAMED_ROUTES else "<path>", text)
     text = _ADDRESS.sub("<address>", text)
     data = text.encode("utf-8", "replace")
     return text if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."
-
-
-def _unless_a_route(found: re.Match[str]) -> str:
-    return found[0] if found[0] in _NAMED_ROUTES else "<path>"
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -141,7 +141,9 @@ class ResponsesWriter(AnswerWriter):
             "temperature": params.temperature,
             "text": _text(body),
             "tool_choice": _choice(body),
-            "tools": [_tool(tool.model_dump()) for tool in functions_of(body)],
+            "tools": [
+                {"type": "function", **tool.model_dump(), "strict": bool(tool.strict)} for tool in functions_of(body)
+            ],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -170,10 +172,6 @@ def _text(body: ResponsesRequest) -> _Json:
 def _choice(body: ResponsesRequest) -> Any:  # noqa: ANN401 - a word or an object
     choice = body.tool_choice or "auto"
     return choice if isinstance(choice, str) else choice.model_dump()
-
-
-def _tool(tool: _Json) -> _Json:
-    return {"type": "function", **tool, "strict": bool(tool["strict"])}
 
 
 def _usage(exchange: Exchange, has_prediction: bool) -> _Json:

@@ -286,7 +286,8 @@ def _chat_entry(token: TokenEvent, as_ids: bool) -> dict[str, Any]:
 
 
 def _named_entry(one: TokenEvent | Alternative, as_ids: bool) -> dict[str, Any]:
-    return {"token": _name(one, as_ids), "logprob": _bounded(one.logprob), "bytes": _bytes(one.data)}
+    data = None if one.data is None else list(one.data)
+    return {"token": _name(one, as_ids), "logprob": _bounded(one.logprob), "bytes": data}
 
 
 def _name(one: TokenEvent | Alternative, as_ids: bool) -> str:
@@ -333,7 +334,3 @@ def _tops(token: TokenEvent, as_ids: bool) -> dict[str, float] | None:
 
 def _bounded(logprob: float | None) -> float:
     return _LEAST if logprob is None else max(logprob, _LEAST)
-
-
-def _bytes(data: bytes | None) -> list[int] | None:
-    return None if data is None else list(data)
