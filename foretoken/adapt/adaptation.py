@@ -68,12 +68,7 @@ class Adaptation:
     """One drafter's learning; `weights` are those in use at the beginning."""
 
     def __init__(
-        self,
-        name: str,
-        buffer: ExampleBuffer,
-        learner: HeadLearner,
-        config: AdaptConfig,
-        clock_s: Callable[[], float],
+        self, name: str, buffer: ExampleBuffer, learner: HeadLearner, config: AdaptConfig, clock_s: Callable[[], float]
     ) -> None:
         self.buffer, self._learner, self._config, self._clock_s = buffer, learner, config, clock_s
         self.offer: Offer | None = None

@@ -51,12 +51,7 @@ class Adapter:
     It listens to hidden states (`draft.hidden_states.RowListener`), and is called for each request and between steps.
     """
 
-    def __init__(
-        self,
-        target: SharesWeights,
-        drafters: Mapping[DrafterKey, Drafter],
-        config: AdaptConfig,
-    ) -> None:
+    def __init__(self, target: SharesWeights, drafters: Mapping[DrafterKey, Drafter], config: AdaptConfig) -> None:
         self._target, self._drafters, self._config = target, drafters, config
         self._trainees: dict[DrafterKey, _Trainee] = {}
         self._new: list[tuple[DrafterKey, Sequence[HiddenRows]]] = []  # of the running step

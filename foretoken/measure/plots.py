@@ -156,10 +156,7 @@ def _lines(plot: Plot) -> tuple[float, float, list[str]]:
     parts = [_words(0, 12, plot.unit, "tick")]
     for tick in scale.ticks:
         y = y_of(tick)
-        parts += [
-            _stroke(left, y, left + _PLOT_WIDTH, y, "grid"),
-            _words(left - 6, y + 4, f"{tick:g}", "tick end"),
-        ]
+        parts += [_stroke(left, y, left + _PLOT_WIDTH, y, "grid"), _words(left - 6, y + 4, f"{tick:g}", "tick end")]
     if plot.baseline is not None:
         y = y_of(plot.baseline)
         parts.append(_stroke(left, y, left + _PLOT_WIDTH, y, "baseline"))

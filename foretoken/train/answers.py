@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.config import SamplingParams
 from foretoken.engine.prompts import prompt_content
-from foretoken.errors import (
-    CapacityError,
-    ConfigError,
-    ContextLengthError,
-    InputError,
-    MismatchError,
-    StorageError,
-)
+from foretoken.errors import CapacityError, ConfigError, ContextLengthError, InputError, MismatchError, StorageError
 from foretoken.files import MAX_BYTES, hold_alone, parse_json, read_text, to_json
 from foretoken.heads.formats.pairing import add_weights
 from foretoken.model.names import OLDER_SETTINGS

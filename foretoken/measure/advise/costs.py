@@ -91,11 +91,7 @@ class _Point:
 
 
 def measure_costs(
-    target: LanguageModel,
-    made: Mapping[str, Made],
-    options: AdviseOptions,
-    prompt_tokens: int,
-    tell: Tell,
+    target: LanguageModel, made: Mapping[str, Made], options: AdviseOptions, prompt_tokens: int, tell: Tell
 ) -> LoadCosts:
     """The costs of an open target and of drafters by their candidates' names, within about `options.budget_s`.
 

@@ -120,11 +120,7 @@ class AdviseOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, low, high in (
-            ("prompts_per_slice", 1, 10_000),
-            ("max_tokens", 2, 1 << 20),
-            ("seed", 0, 2**62),
-        ):
+        for name, low, high in (("prompts_per_slice", 1, 10_000), ("max_tokens", 2, 1 << 20), ("seed", 0, 2**62)):
             check_whole(name, getattr(self, name), low, high)
         for name, most in (("concurrency", MAX_CONCURRENCY), ("num_drafts", MAX_NUM_DRAFT)):
             if not getattr(self, name):

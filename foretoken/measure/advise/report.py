@@ -9,26 +9,11 @@ from typing import Any
 from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.cells import ALL_SLICES, CostRow, Machine, SpeedCell, best_cells, cells_of, cost_rows
 from foretoken.measure.advise.costs import LoadCosts
-from foretoken.measure.advise.launches import (
-    OTHERS,
-    OURS,
-    LaunchLine,
-    as_toml,
-    launch_lines,
-    lost_rules,
-    settings_of,
-)
+from foretoken.measure.advise.launches import OTHERS, OURS, LaunchLine, as_toml, launch_lines, lost_rules, settings_of
 from foretoken.measure.advise.memory import MemoryRow, memory_advice
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.rounds import AnswerRounds
-from foretoken.measure.advise.verdict import (
-    MARGIN,
-    Finding,
-    candidate_verdict,
-    of_cells,
-    of_question,
-    verdict_of,
-)
+from foretoken.measure.advise.verdict import MARGIN, Finding, candidate_verdict, of_cells, of_question, verdict_of
 from foretoken.measure.plots import Plot, Point, Series
 from foretoken.measure.price import NEVER
 from foretoken.measure.report import Report, Table

@@ -205,10 +205,7 @@ def _reasons(overall: Sequence[SpeedCell], findings: Sequence[Finding]) -> list[
 
 
 def verdict_of(
-    verdicts: Sequence[CandidateVerdict],
-    cells: Sequence[SpeedCell],
-    costs: LoadCosts,
-    failed: Mapping[str, str],
+    verdicts: Sequence[CandidateVerdict], cells: Sequence[SpeedCell], costs: LoadCosts, failed: Mapping[str, str]
 ) -> AdviceVerdict:
     """The answer of all candidates; `failed` are those that could not be measured, with the reason."""
     ranked = sorted(verdicts, key=lambda one: _gain(one, cells), reverse=True)

@@ -47,10 +47,7 @@ def check_greedy(session: Session) -> list[Check]:
         logits, rounding = scored_place(session.rescore(outputs[i], params), place)
         return abs(float(logits[plain[i].token_ids[place]] - logits[outputs[i].token_ids[place]])), rounding
 
-    return [
-        equality(AS_PLAIN, "temperature 0", _ids(plain), _ids(outputs), session.exact, gap),
-        *checks,
-    ]
+    return [equality(AS_PLAIN, "temperature 0", _ids(plain), _ids(outputs), session.exact, gap), *checks]
 
 
 def choice_check(where: str, chosen: GreedyEvidence) -> Check:

@@ -15,11 +15,7 @@ from foretoken.measure.stats import Array
 from foretoken.text.randomness import Purpose, uniforms
 
 _PROBE_TOKENS = 16
-_WORDS = {
-    "surprisal": "sharpness",
-    "rank": "ranks",
-    "draft": "no bias by the draft",
-}
+_WORDS = {"surprisal": "sharpness", "rank": "ranks", "draft": "no bias by the draft"}
 
 
 def rules_to_check(session: Session) -> list[str]:

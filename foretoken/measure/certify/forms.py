@@ -12,10 +12,7 @@ from foretoken.measure.certify.greedy import compared, first
 from foretoken.measure.checks import Check
 
 # Every value is one of a few, some of characters with several bytes, so that answers of any model are short.
-_VALUES: Mapping[str, list[Any]] = {
-    "place": ["Köln – Süd", "東京", "café 🙂"],
-    "sure": [True, False],
-}
+_VALUES: Mapping[str, list[Any]] = {"place": ["Köln – Süd", "東京", "café 🙂"], "sure": [True, False]}
 _SCHEMA = {
     "type": "object",
     "properties": {name: {"enum": values} for name, values in _VALUES.items()},

@@ -29,10 +29,7 @@ _PRICED = (
 
 
 def eval_report(
-    result: EvalResult,
-    rows: Sequence[Mapping[str, Any]],
-    found: EvalComparison | None,
-    prices: Sequence[PriceRow] = (),
+    result: EvalResult, rows: Sequence[Mapping[str, Any]], found: EvalComparison | None, prices: Sequence[PriceRow] = ()
 ) -> Report:
     """The report of an evaluation, with the comparison where there is one, whose verdict is then its heading."""
     few = (FEW_PROMPTS,) if any(row["num_prompts"] < MIN_GROUPS for row in rows) else ()

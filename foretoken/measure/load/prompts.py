@@ -115,9 +115,7 @@ def asks(
 
 
 def _ids(
-    prompt: Prompt,
-    encode: Callable[[str], list[int]],
-    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None,
+    prompt: Prompt, encode: Callable[[str], list[int]], encode_chat: Callable[[list[dict[str, str]]], list[int]] | None
 ) -> list[int]:
     if not prompt.messages:
         return encode(prompt.text)

@@ -29,12 +29,7 @@ class Own:
     """
 
     def __init__(
-        self,
-        setting: SpeedSetting,
-        llm: LLM,
-        spec: SpecConfig,
-        takes_prediction: bool = False,
-        warm: bool = False,
+        self, setting: SpeedSetting, llm: LLM, spec: SpecConfig, takes_prediction: bool = False, warm: bool = False
     ) -> None:
         self.setting, self.llm, self.warm = setting, llm, warm
         self.way = LocalWay(llm, with_head_kind(spec), setting.name, takes_prediction)

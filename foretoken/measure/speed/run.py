@@ -40,7 +40,7 @@ _CAVEATS = {
     "lookahead": (
         "lookahead has the target run probes beside its draft tokens: their cost is in its times, and they are not "
         "counted as draft tokens."
-    ),
+    )
 }
 
 _COLD = "Drafters are emptied before every answer: nothing is drafted from earlier ones."
@@ -166,10 +166,7 @@ def _fitted(
 
 
 def _contenders(
-    options: SpeedOptions,
-    engines: Mapping[str, LLM],
-    others: Sequence[AnsweringBackend],
-    prompts: Sequence[Prompt],
+    options: SpeedOptions, engines: Mapping[str, LLM], others: Sequence[AnsweringBackend], prompts: Sequence[Prompt]
 ) -> tuple[list[Contender], list[str]]:
     """Our settings under each of the numerics, then those of other engines; and notes on what is left out.
 

@@ -106,14 +106,7 @@ def together(hours: Sequence[Hour]) -> Hour:
 class FleetDay:
     """Runs one day of replicas of `speed`; the same arguments give the same day."""
 
-    def __init__(
-        self,
-        speed: ReplicaSpeed,
-        options: FleetOptions,
-        aim: Aim | None,
-        replicas: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, speed: ReplicaSpeed, options: FleetOptions, aim: Aim | None, replicas: int, seed: int) -> None:
         """`aim` is the autoscaler's; None: always `replicas`, with which the day begins."""
         self._speed, self._traffic, self._options = speed, options.traffic, options
         self._scaler = None if aim is None else Autoscaler(aim.load, options, replicas)

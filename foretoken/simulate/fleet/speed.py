@@ -183,12 +183,7 @@ def replica_speed(profile: Profile, setting: SimSetting, mix: RequestMix, limits
         for running, prompt, decode in zip(batch, prompt_s, decode_s, strict=True)
     ]
     return ReplicaSpeed(
-        mix,
-        tuple(one.seconds for one in rounds),
-        tuple(prompt_s),
-        len(chunks),
-        tuple(finish),
-        tuple(token_s),
+        mix, tuple(one.seconds for one in rounds), tuple(prompt_s), len(chunks), tuple(finish), tuple(token_s)
     )
 
 
