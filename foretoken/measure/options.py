@@ -8,12 +8,14 @@ from foretoken.config import DRAFTERS
 from foretoken.errors import InputError
 from foretoken.field_text import words
 from foretoken.measure.workload import SLICES
-from foretoken.option import Option, option
+from foretoken.option import Option, Settings, option
 from foretoken.params import check_number
 
 ALL = "all"  # every slice, or every kind
 PLAIN = "plain"
 DEFAULT_NUMERICS, STRICT = "default", "strict"
+
+setting = Settings()  # of one measurement; those of several follow
 
 DRAFTERS_OPTION = option(
     f"Drafters, separated by commas: {', '.join(DRAFTERS)}; or all; or sweep: each at 2, 3, 5 and 8 draft "

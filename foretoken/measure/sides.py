@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 
 from foretoken.backend.answering import SERVED, AnsweringBackend, Drafting, Question
 from foretoken.backend.registry import check_address, check_backends, is_address
@@ -12,7 +12,7 @@ from foretoken.config import SpecConfig
 from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.measure.asked import BackendSource, chosen_draftings, drafting_name
-from foretoken.measure.options import PLAIN
+from foretoken.measure.options import PLAIN, setting
 from foretoken.measure.prompts import check_room
 from foretoken.measure.report import Table
 from foretoken.option import option, same_option
@@ -38,24 +38,17 @@ class SideOptions:
 
     a: str = field(metadata=option(_SIDE.format("A, what there is now")))
     b: str = field(metadata=option(_SIDE.format("B, what might replace it")))
-    a_drafter: str | None = field(default=None, kw_only=True, metadata=option(_DRAFTER.format("A")))
-    b_drafter: str | None = field(default=None, kw_only=True, metadata=option(_DRAFTER.format("B")))
-    a_model: str | None = field(
-        default=None, kw_only=True, metadata=option("Name of the model at A's address; else its first.")
-    )
-    b_model: str | None = field(
-        default=None, kw_only=True, metadata=option("Name of the model at B's address; else its first.")
-    )
-    target: str | None = field(default=None, kw_only=True, metadata=same_option(EngineConfig, "model"))
-    draft: str | None = field(default=None, kw_only=True, metadata=same_option(SpecConfig, "draft"))
-    num_draft: int = field(
-        default=5,
-        kw_only=True,
-        metadata=option("Draft tokens per round of a named drafting method, if it has this setting."),
-    )
-    dtype: str = field(default="auto", kw_only=True, metadata=same_option(EngineConfig, "dtype"))
-    device: str = field(default="auto", kw_only=True, metadata=same_option(EngineConfig, "device"))
-    threads: int | None = field(default=None, kw_only=True, metadata=THREADS)
+    _: KW_ONLY
+    a_drafter: str | None = setting(None, _DRAFTER.format("A"))
+    b_drafter: str | None = setting(None, _DRAFTER.format("B"))
+    a_model: str | None = setting(None, "Name of the model at A's address; else its first.")
+    b_model: str | None = setting(None, "Name of the model at B's address; else its first.")
+    target: str | None = field(default=None, metadata=same_option(EngineConfig, "model"))
+    draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
+    num_draft: int = setting(5, "Draft tokens per round of a named drafting method, if it has this setting.")
+    dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
+    device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
+    threads: int | None = field(default=None, metadata=THREADS)
 
     def check_sides(self) -> None:
         """Refuse sides that cannot be opened.

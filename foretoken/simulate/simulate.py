@@ -13,22 +13,21 @@ from foretoken.control.chooser import Chooser
 from foretoken.control.config import DEFAULT, PolicyConfig
 from foretoken.control.queue import Queue
 from foretoken.errors import ConfigError
-from foretoken.option import check_fields, option
+from foretoken.option import Settings, check_fields
 from foretoken.plan.profile import Profile
 from foretoken.simulate.inputs import Job, Limits, SimSetting
 from foretoken.simulate.sim_request import Known, Record, Round, SimRequest, start
 
 DISPATCHES = ("round_robin", "least_loaded")
+_setting = Settings()
 
 
 @dataclass(frozen=True)
 class Fleet:
     """Engines that share the arrivals: each request goes to the next one, or to that with the fewest unfinished."""
 
-    replicas: int = field(default=1, metadata=option("Engines that share the requests."))
-    dispatch: str = field(
-        default="round_robin", metadata=option("How requests are assigned to replicas: {choices}.", choices=DISPATCHES)
-    )
+    replicas: int = _setting(1, "Engines that share the requests.")
+    dispatch: str = _setting("round_robin", "How requests are assigned to replicas: {choices}.", choices=DISPATCHES)
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from foretoken.errors import CapacityError, ConfigError, ContextLengthError, Inp
 from foretoken.files import MAX_BYTES, hold_alone, parse_json, read_text, to_json
 from foretoken.heads.formats.pairing import add_weights
 from foretoken.model.names import OLDER_SETTINGS
-from foretoken.option import option
+from foretoken.option import Settings
 from foretoken.params import check_whole
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from foretoken.train.head_data import HeadData
 
 ANSWERS_KIND = "foretoken answers"
+_setting = Settings()
 _MAX_SEED = 1 << 63
 # Batches that are submitted together: a request that ends makes room for the next one, so that only the last of them
 # run in a batch that empties.
@@ -41,14 +42,12 @@ _BATCHES_AT_ONCE = 8
 class AnswerConfig:
     """How answers are drawn. `batch_size` prompts run at once; `chat` sends texts as a user's message."""
 
-    max_tokens: int = field(default=256, metadata=option("Tokens per answer."))
-    temperature: float = field(default=0.8, metadata=option("Temperature of use; 0 is greedy."))
-    top_p: float = field(default=1.0, metadata=option("Nucleus (top_p) at which the head will be used."))
-    seed: int = field(default=0, metadata=option("Seed of the answers."))
-    batch_size: int = field(default=16, metadata=option("Most answers that run at once."))
-    chat: bool = field(
-        default=False, metadata=option("Send texts as a user's message, through the target's chat template.")
-    )
+    max_tokens: int = _setting(256, "Tokens per answer.")
+    temperature: float = _setting(0.8, "Temperature of use; 0 is greedy.")
+    top_p: float = _setting(1.0, "Nucleus (top_p) at which the head will be used.")
+    seed: int = _setting(0, "Seed of the answers.")
+    batch_size: int = _setting(16, "Most answers that run at once.")
+    chat: bool = _setting(False, "Send texts as a user's message, through the target's chat template.")
 
     def __post_init__(self) -> None:
         check_whole("batch_size", self.batch_size, low=1, high=4096)

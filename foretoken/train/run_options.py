@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, StorageError
 from foretoken.files import read_json, read_text
-from foretoken.option import option, same_option
+from foretoken.option import Settings, option, same_option
+
+_setting = Settings()
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """One run of the trainer; lengths in tokens, times in seconds."""
 
-    tokens: int = field(default=60_000_000, metadata=option("Tokens to train on in the whole run."))
-    batch_tokens: int = field(default=8192, metadata=option("Tokens per optimiser step."))
-    length: int = field(
-        default=512, metadata=option("Tokens per training window; the last part of the run uses longer ones.")
-    )
+    tokens: int = _setting(60_000_000, "Tokens to train on in the whole run.")
+    batch_tokens: int = _setting(8192, "Tokens per optimiser step.")
+    length: int = _setting(512, "Tokens per training window; the last part of the run uses longer ones.")
     final_length: int = 1024  # window length during the last `final_share` of the run
     final_share: float = 0.15
     matrix_rate: float = 4e-3
@@ -35,11 +35,8 @@ class TrainConfig:
     warmup_steps: int = 60
     decay_share: float = 0.35
     clip_norm: float = 1.0
-    seed: int = field(default=0, metadata=option("Random seed of weights and data order."))
-    compile: bool = field(
-        default=True,
-        metadata=option("Compile the step (needs a C compiler).", name="compile_model", flags=("--compile",)),
-    )
+    seed: int = _setting(0, "Random seed of weights and data order.")
+    compile: bool = _setting(True, "Compile the step (needs a C compiler).", name="compile_model", flags=("--compile",))
     save_every_s: float = 240.0
     report_every_steps: int = 50
     validate_every_steps: int = 500
@@ -91,21 +88,16 @@ class RunOptions:
     corpus: Path | None = field(
         default=None, metadata=option("Folder of another run whose tokens of the standard library to use.")
     )
-    tokens: int | None = field(default=None, metadata=option("Tokens to train on in the whole run (train.tokens)."))
-    state_cache_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "Keep up to this many bytes of the target's hidden states on disk (train.state_cache_bytes); 0: none."
-        ),
+    tokens: int | None = _setting(None, "Tokens to train on in the whole run (train.tokens).")
+    state_cache_bytes: int | None = _setting(
+        None, "Keep up to this many bytes of the target's hidden states on disk (train.state_cache_bytes); 0: none."
     )
     config: Path | None = field(default=None, metadata=option("File of settings, JSON or TOML."))
-    settings: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "A setting, such as train.loss.kind=tv or head.num_layers=2; may be given several times.",
-            flags=("--set",),
-            repeats=True,
-        ),
+    settings: tuple[str, ...] = _setting(
+        (),
+        "A setting, such as train.loss.kind=tv or head.num_layers=2; may be given several times.",
+        flags=("--set",),
+        repeats=True,
     )
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
@@ -115,25 +107,18 @@ class RunOptions:
 class HeadOptions(RunOptions):
     """A run that trains a head; with `dry_run` it only says what the run would take."""
 
-    init: str | None = field(
-        default=None,
-        metadata=option("Start from the weights of this head and keep its shape; without it, from random weights."),
+    init: str | None = _setting(
+        None, "Start from the weights of this head and keep its shape; without it, from random weights."
     )
-    dry_run: bool = field(
-        default=False, metadata=option("Print the memory, time and disk space of the run, without training.")
-    )
+    dry_run: bool = _setting(False, "Print the memory, time and disk space of the run, without training.")
 
 
 @dataclass(frozen=True)
 class DraftOptions(RunOptions):
     """A run that distils a draft model."""
 
-    init: str | None = field(
-        default=None, metadata=option("Start from this draft model; without it, from random weights.")
-    )
-    on_policy: bool = field(
-        default=False, metadata=option("The answers are those of the draft model --init, not of the target.")
-    )
+    init: str | None = _setting(None, "Start from this draft model; without it, from random weights.")
+    on_policy: bool = _setting(False, "The answers are those of the draft model --init, not of the target.")
 
 
 _Config = TypeVar("_Config")

@@ -30,7 +30,7 @@ from foretoken.backend.registry import check_address
 from foretoken.errors import ConfigError
 from foretoken.measure.ab.report import metric_figure
 from foretoken.measure.ab.rows import SHARES, Outcome, outcome_of
-from foretoken.measure.options import NAME_OPTION, OUT_OPTION
+from foretoken.measure.options import NAME_OPTION, OUT_OPTION, setting
 from foretoken.measure.report import Report, Table
 from foretoken.measure.sequential import MIN_BLOCKS
 from foretoken.measure.stats import Array, ratio_text
@@ -199,16 +199,14 @@ class LiveOptions:
 
     a: str = field(metadata=option("A, the current one: the address of a server."))
     b: str = field(metadata=option("B, the candidate: the address of a server."))
-    host: str = field(default="127.0.0.1", metadata=option("Address to listen on."))
-    port: int = field(default=8100, metadata=option("Port to listen on; 0 = a free one."))
-    block_s: float = field(default=60.0, metadata=option("Seconds for which all requests go to one server."))
-    washout_s: float = field(
-        default=10.0, metadata=option("Seconds at the beginning of a block in which requests are not counted.")
-    )
-    margin: float = field(default=0.03, metadata=option("Relative difference below which the two count as equivalent."))
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8100, "Port to listen on; 0 = a free one.")
+    block_s: float = setting(60.0, "Seconds for which all requests go to one server.")
+    washout_s: float = setting(10.0, "Seconds at the beginning of a block in which requests are not counted.")
+    margin: float = setting(0.03, "Relative difference below which the two count as equivalent.")
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="ab-live", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=option("Seed of the order of the two servers."))
+    seed: int = setting(0, "Seed of the order of the two servers.")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -16,6 +16,7 @@ from foretoken.measure.options import (
     check_price,
     check_slo,
     resume_option,
+    setting,
 )
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_name, check_out
@@ -43,25 +44,18 @@ class AbOptions(SideOptions):
             "batch files, prompt files of guidellm and aiperf, public evaluation sets."
         )
     )
-    max_tokens: int = field(default=128, metadata=option("Tokens per answer, for requests that do not set it."))
-    temperature: float = field(default=0.0, metadata=option("Temperature, for requests that do not set it."))
-    ignore_eos: bool = field(
-        default=False, metadata=option("Ask for answers of their full length: ignore_eos is sent.")
-    )
+    max_tokens: int = setting(128, "Tokens per answer, for requests that do not set it.")
+    temperature: float = setting(0.0, "Temperature, for requests that do not set it.")
+    ignore_eos: bool = setting(False, "Ask for answers of their full length: ignore_eos is sent.")
     chat: bool = field(default=False, metadata=CHAT_OPTION)
-    repeats: int = field(default=1, metadata=option("Times the file is replayed, in another order each time."))
-    pairs_per_block: int = field(
-        default=4, metadata=option("Requests of a block, an even number: in half of them A is asked first.")
-    )
-    warmup: int = field(default=2, metadata=option("Requests to each backend before the run, not counted."))
-    aa_blocks: int = field(
-        default=0, metadata=option("Blocks in which A is compared with itself first; 8 or more, or 0 for none.")
-    )
-    margin: float = field(default=0.03, metadata=option("Relative difference below which the two count as equivalent."))
-    stop_early: bool = field(default=True, metadata=option("Stop as soon as there is a verdict."))
-    price_per_hour: tuple[float, ...] | None = field(
-        default=None,
-        metadata=option("Price of a machine per hour, or of A's and B's as 2.5,3: adds costs.", read=numbers),
+    repeats: int = setting(1, "Times the file is replayed, in another order each time.")
+    pairs_per_block: int = setting(4, "Requests of a block, an even number: in half of them A is asked first.")
+    warmup: int = setting(2, "Requests to each backend before the run, not counted.")
+    aa_blocks: int = setting(0, "Blocks in which A is compared with itself first; 8 or more, or 0 for none.")
+    margin: float = setting(0.03, "Relative difference below which the two count as equivalent.")
+    stop_early: bool = setting(True, "Stop as soon as there is a verdict.")
+    price_per_hour: tuple[float, ...] | None = setting(
+        None, "Price of a machine per hour, or of A's and B's as 2.5,3: adds costs.", read=numbers
     )
     slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("pair"))

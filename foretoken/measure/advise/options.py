@@ -26,6 +26,7 @@ from foretoken.measure.options import (
     STOP_AT_EOS_OPTION,
     check_price,
     resume_option,
+    setting,
 )
 from foretoken.measure.url.plan import UrlOptions
 from foretoken.measure.write import check_name, check_out
@@ -59,47 +60,35 @@ class AdviseOptions:
     """
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
-    url: str | None = field(
-        default=None,
-        metadata=option(
-            "Address of a server of any engine that decodes the target plainly; it is measured instead of ours."
-        ),
+    url: str | None = setting(
+        None, "Address of a server of any engine that decodes the target plainly; it is measured instead of ours."
     )
     model: str | None = field(default=None, metadata=same_option(UrlOptions, "model"))
     key_variable: str = field(default=UrlOptions.key_variable, metadata=same_option(UrlOptions, "key_variable"))
-    drafts: tuple[str, ...] = field(
-        default=("ngram", "suffix"),
-        metadata=option(
-            "Drafters to consider, separated by commas: folders or hub ids of draft models and of trained heads, and "
-            "drafters without a model of their own (ngram, suffix, recycling, mtp), NAME:field=value with options.",
-            read=words,
-        ),
+    drafts: tuple[str, ...] = setting(
+        ("ngram", "suffix"),
+        "Drafters to consider, separated by commas: folders or hub ids of draft models and of trained heads, and "
+        "drafters without a model of their own (ngram, suffix, recycling, mtp), NAME:field=value with options.",
+        read=words,
     )
     prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
     slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
     prompts_per_slice: int = field(default=8, metadata=same_option(EvalOptions, "prompts_per_slice"))
-    concurrency: tuple[int, ...] = field(
-        default=(1, 4, 8), metadata=option("Requests answered at once, separated by commas.", read=wholes)
-    )
-    num_drafts: tuple[int, ...] = field(
-        default=tuple(range(1, 11)),
-        metadata=option("Numbers of draft tokens to compare, separated by commas.", read=wholes),
+    concurrency: tuple[int, ...] = setting((1, 4, 8), "Requests answered at once, separated by commas.", read=wholes)
+    num_drafts: tuple[int, ...] = setting(
+        tuple(range(1, 11)), "Numbers of draft tokens to compare, separated by commas.", read=wholes
     )
     max_tokens: int = field(default=128, metadata=MAX_TOKENS_OPTION)
-    temperature: float = field(default=0.0, metadata=option("Temperature of the answers; 0 is greedy."))
+    temperature: float = setting(0.0, "Temperature of the answers; 0 is greedy.")
     stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
     chat: bool = field(default=False, metadata=CHAT_OPTION)
-    memory: str | None = field(
-        default=None,
-        metadata=option(
-            "Memory for weights and caches, such as 24GiB; without it, what this machine has free.",
-            valid=lambda _name, text: parse_bytes(text),
-        ),
+    memory: str | None = setting(
+        None,
+        "Memory for weights and caches, such as 24GiB; without it, what this machine has free.",
+        valid=lambda _name, text: parse_bytes(text),
     )
-    reserve: float = field(default=0.2, metadata=option("Share of the memory that is kept free."))
-    slo_ms: float | None = field(
-        default=None, metadata=option("Longest mean time between two tokens of an answer, in milliseconds.")
-    )
+    reserve: float = setting(0.2, "Share of the memory that is kept free.")
+    slo_ms: float | None = setting(None, "Longest mean time between two tokens of an answer, in milliseconds.")
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     machines: Path | None = field(
         default=None,
@@ -108,7 +97,7 @@ class AdviseOptions:
             "is 1)."
         ),
     )
-    budget_s: float = field(default=120.0, metadata=option("Seconds that measuring the costs of steps may take."))
+    budget_s: float = setting(120.0, "Seconds that measuring the costs of steps may take.")
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))

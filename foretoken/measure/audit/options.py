@@ -13,9 +13,9 @@ from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
 from foretoken.measure.asked import BackendSource
-from foretoken.measure.options import NAME_OPTION, OUT_OPTION, resume_option
+from foretoken.measure.options import NAME_OPTION, OUT_OPTION, resume_option, setting
 from foretoken.measure.write import check_name, check_out
-from foretoken.option import check_fields, option, same_option
+from foretoken.option import check_fields, same_option
 from foretoken.params import check_temperatures, check_whole
 
 MAX_PROMPTS = 100_000  # all answers are held in memory until they are tested
@@ -43,12 +43,10 @@ class AuditOptions:
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
     spec: SpecConfig
-    num_prompts: int = field(default=16, metadata=option("Answers at each temperature; prompts are taken in turn."))
-    max_tokens: int = field(default=128, metadata=option("Tokens per answer."))
-    temperatures: tuple[float, ...] = field(
-        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas.", read=numbers)
-    )
-    seed: int = field(default=0, metadata=option("First seed of the sampled answers."))
+    num_prompts: int = setting(16, "Answers at each temperature; prompts are taken in turn.")
+    max_tokens: int = setting(128, "Tokens per answer.")
+    temperatures: tuple[float, ...] = setting((0.0, 0.8), "Temperatures, separated by commas.", read=numbers)
+    seed: int = setting(0, "First seed of the sampled answers.")
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
@@ -131,9 +129,7 @@ class BackendAuditOptions:
     max_tokens: int = field(default=128, metadata=same_option(AuditOptions, "max_tokens"))
     temperatures: tuple[float, ...] = field(default=(0.0, 0.8), metadata=same_option(AuditOptions, "temperatures"))
     seed: int = field(default=0, metadata=same_option(AuditOptions, "seed"))
-    num_seeds: int = field(
-        default=256, metadata=option("With --backend and --target: first tokens sampled at temperature 1.")
-    )
+    num_seeds: int = setting(256, "With --backend and --target: first tokens sampled at temperature 1.")
     weights: str = field(default="auto", metadata=same_option(AuditOptions, "weights"))
     dtype: str = field(default="auto", metadata=same_option(AuditOptions, "dtype"))
     device: str = field(default="auto", metadata=same_option(AuditOptions, "device"))

@@ -7,10 +7,18 @@ from pathlib import Path
 
 from foretoken.errors import InputError
 from foretoken.field_text import words
-from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION, resume_option
+from foretoken.measure.options import (
+    CHAT_OPTION,
+    NAME_OPTION,
+    OUT_OPTION,
+    PROMPTS_OPTION,
+    SEED_OPTION,
+    resume_option,
+    setting,
+)
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_name, check_out
-from foretoken.option import check_fields, option
+from foretoken.option import check_fields
 from foretoken.params import check_number, check_whole
 
 KINDS = ("greedy", "parameters", "limits", "stream", "distribution", "seeds", "forms")
@@ -28,25 +36,18 @@ class CertifyOptions(SideOptions):
     """
 
     prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
-    num_prompts: int = field(default=10, metadata=option("Greedy answers to compare; prompts are taken in turn."))
-    max_tokens: int = field(default=64, metadata=option("Tokens of a greedy answer."))
+    num_prompts: int = setting(10, "Greedy answers to compare; prompts are taken in turn.")
+    max_tokens: int = setting(64, "Tokens of a greedy answer.")
     chat: bool = field(default=False, metadata=CHAT_OPTION)
-    effect: float = field(
-        default=0.15,
-        metadata=option(
-            "Total variation of sampled answers that is found with probability 0.99; a smaller one needs more answers."
-        ),
+    effect: float = setting(
+        0.15,
+        "Total variation of sampled answers that is found with probability 0.99; a smaller one needs more answers.",
     )
-    alpha: float = field(
-        default=1e-3, metadata=option("Probability that a correct B fails any of the tests of sampled answers.")
+    alpha: float = setting(1e-3, "Probability that a correct B fails any of the tests of sampled answers.")
+    tolerance: float = setting(
+        0.25, "Largest difference at which log-probabilities count as equal: near ties, and rounding."
     )
-    tolerance: float = field(
-        default=0.25,
-        metadata=option("Largest difference at which log-probabilities count as equal: near ties, and rounding."),
-    )
-    only: tuple[str, ...] = field(
-        default=KINDS, metadata=option(f"Kinds of checks, separated by commas: {', '.join(KINDS)}.", read=words)
-    )
+    only: tuple[str, ...] = setting(KINDS, f"Kinds of checks, separated by commas: {', '.join(KINDS)}.", read=words)
     resume: Path | None = field(default=None, metadata=resume_option("answer"))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="certify", metadata=NAME_OPTION)

@@ -9,9 +9,17 @@ from foretoken.backend.registry import check_address
 from foretoken.config import SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.measure.options import CHAT_OPTION, NAME_OPTION, OUT_OPTION, PROMPTS_OPTION, SEED_OPTION, resume_option
+from foretoken.measure.options import (
+    CHAT_OPTION,
+    NAME_OPTION,
+    OUT_OPTION,
+    PROMPTS_OPTION,
+    SEED_OPTION,
+    resume_option,
+    setting,
+)
 from foretoken.measure.write import check_name, check_out
-from foretoken.option import check_fields, option, same_option
+from foretoken.option import check_fields, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 
@@ -29,19 +37,17 @@ class DiagnoseOptions:
     head: str | None = field(default=None, metadata=same_option(SpecConfig, "head"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
     prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
-    num_prompts: int = field(default=12, metadata=option("Prompts to answer; more make the result more certain."))
-    max_tokens: int = field(default=96, metadata=option("Tokens per answer of the target."))
-    num_draft: int = field(default=4, metadata=option("Positions of a draft to measure."))
-    temperature: float = field(default=0.0, metadata=option("Temperature of use; 0 is greedy."))
-    greedy_drafts: bool = field(
-        default=False, metadata=option("The engine drafts the most likely token above temperature 0 too, as vLLM does.")
+    num_prompts: int = setting(12, "Prompts to answer; more make the result more certain.")
+    max_tokens: int = setting(96, "Tokens per answer of the target.")
+    num_draft: int = setting(4, "Positions of a draft to measure.")
+    temperature: float = setting(0.0, "Temperature of use; 0 is greedy.")
+    greedy_drafts: bool = setting(
+        False, "The engine drafts the most likely token above temperature 0 too, as vLLM does."
     )
     chat: bool = field(default=False, metadata=CHAT_OPTION)
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
-    url: str | None = field(
-        default=None, metadata=option("Server with this target and head; its figures are shown for comparison.")
-    )
-    model: str | None = field(default=None, metadata=option("Name of the model at --url; else its first."))
+    url: str | None = setting(None, "Server with this target and head; its figures are shown for comparison.")
+    model: str | None = setting(None, "Name of the model at --url; else its first.")
     resume: Path | None = field(default=None, metadata=resume_option("set of answers and each repair"))
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     name: str = field(default="diagnose", metadata=NAME_OPTION)

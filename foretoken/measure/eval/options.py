@@ -24,8 +24,9 @@ from foretoken.measure.options import (
     check_price,
     check_slo,
     resume_option,
+    setting,
 )
-from foretoken.option import check_fields, option, same_option
+from foretoken.option import check_fields, same_option
 from foretoken.params import check_temperatures, check_whole
 
 MAX_PROMPTS = 100_000
@@ -58,22 +59,17 @@ class EvalOptions:
     target: str = field(metadata=same_option(EngineConfig, "model"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
     drafters: Sequence[str] = field(default=("draft_model", "ngram"), metadata=DRAFTERS_OPTION)
-    num_draft: int = field(default=5, metadata=option("Draft tokens of each round: a fixed number."))
-    rule: str = field(
-        default="auto",
-        metadata=option(
-            "Verification rule: {choices}; auto is greedy, and coupled above temperature 0.", choices=RULES
-        ),
+    num_draft: int = setting(5, "Draft tokens of each round: a fixed number.")
+    rule: str = setting(
+        "auto", "Verification rule: {choices}; auto is greedy, and coupled above temperature 0.", choices=RULES
     )
     allow_lossy: bool = field(default=False, metadata=same_option(SpecConfig, "allow_lossy"))
-    prompts_per_slice: int = field(default=10, metadata=option("Prompts of each slice; ten or more for an interval."))
+    prompts_per_slice: int = setting(10, "Prompts of each slice; ten or more for an interval.")
     max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
-    temperatures: Sequence[float] = field(
-        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas; 0 is greedy.", read=numbers)
-    )
+    temperatures: Sequence[float] = setting((0.0, 0.8), "Temperatures, separated by commas; 0 is greedy.", read=numbers)
     stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
     chat: bool = field(default=False, metadata=CHAT_OPTION)
-    seed: int = field(default=0, metadata=option("Seed of the sampled answers."))
+    seed: int = setting(0, "Seed of the sampled answers.")
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
@@ -153,7 +149,7 @@ class BackendEvalOptions:
     """
 
     source: BackendSource
-    drafters: Sequence[str] | None = field(default=None, metadata=option("Ways to draft of the backend.", read=words))
+    drafters: Sequence[str] | None = setting(None, "Ways to draft of the backend.", read=words)
     num_draft: int = field(default=5, metadata=same_option(EvalOptions, "num_draft"))
     prompts_per_slice: int = field(default=10, metadata=same_option(EvalOptions, "prompts_per_slice"))
     max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)

@@ -27,6 +27,7 @@ from foretoken.measure.options import (
     SEED_OPTION,
     check_price,
     resume_option,
+    setting,
 )
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.workload import MAX_PROMPTS
@@ -63,22 +64,19 @@ class LoadOptions:
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
-    batches: tuple[int, ...] = field(
-        default=(1, 2, 4, 8, 16, 32),
-        metadata=option("Batch sizes, separated by commas; each is measured on every slice.", read=wholes),
+    batches: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16, 32), "Batch sizes, separated by commas; each is measured on every slice.", read=wholes
     )
-    slices: tuple[str, ...] = field(
-        default=("code", "edit", "chat", "random"),
-        metadata=option("Kinds of text of the batches, or those of --prompts; or all.", read=words),
+    slices: tuple[str, ...] = setting(
+        ("code", "edit", "chat", "random"), "Kinds of text of the batches, or those of --prompts; or all.", read=words
     )
-    settings: tuple[str, ...] = field(
-        default=DEFAULT_SETTINGS,
-        metadata=option(
-            "Settings, separated by commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.", read=words
-        ),
+    settings: tuple[str, ...] = setting(
+        DEFAULT_SETTINGS,
+        "Settings, separated by commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.",
+        read=words,
     )
     prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
-    prompt_tokens: int = field(default=64, metadata=option("Tokens that prompts are cut to."))
+    prompt_tokens: int = setting(64, "Tokens that prompts are cut to.")
     cache_tokens: int | None = field(
         default=None,
         metadata=option(
@@ -101,10 +99,10 @@ class LoadOptions:
     max_speculating_requests: int | None = field(
         default=None, metadata=same_option(RoutingRules, "max_speculating_requests")
     )
-    prompts_per_slice: int = field(default=2, metadata=option("Prompts of each slice; at least a batch."))
+    prompts_per_slice: int = setting(2, "Prompts of each slice; at least a batch.")
     max_tokens: int = field(default=48, metadata=MAX_TOKENS_OPTION)
     repeats: int = field(default=2, metadata=REPEATS_OPTION)
-    warmup: int = field(default=1, metadata=option("Warm-up turns of each setting and batch size."))
+    warmup: int = setting(1, "Warm-up turns of each setting and batch size.")
     numerics: str = field(default=DEFAULT_NUMERICS, metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))

@@ -31,10 +31,11 @@ from foretoken.measure.options import (
     check_price,
     check_slo,
     resume_option,
+    setting,
 )
 from foretoken.measure.workload import MAX_PROMPTS, SLICES
 from foretoken.measure.write import check_name
-from foretoken.option import check_fields, option, same_option
+from foretoken.option import check_fields, same_option
 from foretoken.params import check_temperatures, check_whole
 
 EVERY_KIND = "all"
@@ -60,64 +61,48 @@ class SpeedOptions:
     target: str = field(metadata=same_option(EngineConfig, "model"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
     drafters: tuple[str, ...] = field(default=("draft_model", "ngram"), metadata=DRAFTERS_OPTION)
-    num_drafts: tuple[int | Literal["auto"], ...] = field(
-        default=(3, 5),
-        metadata=option(
-            "Numbers of draft tokens to measure, separated by commas; auto is one of them.", read=wholes_or_auto
-        ),
+    num_drafts: tuple[int | Literal["auto"], ...] = setting(
+        (3, 5), "Numbers of draft tokens to measure, separated by commas; auto is one of them.", read=wholes_or_auto
     )
-    rules: tuple[str, ...] = field(
-        default=("auto",),
-        metadata=option(f"Rules to measure, separated by commas: {', '.join(RULES)}.", name="rule", read=words),
+    rules: tuple[str, ...] = setting(
+        ("auto",), f"Rules to measure, separated by commas: {', '.join(RULES)}.", name="rule", read=words
     )
     allow_lossy: bool = field(default=False, metadata=same_option(SpecConfig, "allow_lossy"))
     slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
     prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
     chat: bool = field(default=False, metadata=CHAT_OPTION)
-    prompts_per_slice: int = field(default=2, metadata=option("Prompts of each slice."))
+    prompts_per_slice: int = setting(2, "Prompts of each slice.")
     max_tokens: int = field(default=128, metadata=MAX_TOKENS_OPTION)
     repeats: int = field(default=3, metadata=REPEATS_OPTION)
-    warmup: int = field(default=1, metadata=option("Warm-up answers of each setting."))
-    warm: bool = field(
-        default=False,
-        metadata=option("Let drafters remember earlier prompts of a repeat; otherwise each answer is cold."),
-    )
-    temperatures: tuple[float, ...] = field(
-        default=(0.0, 0.8), metadata=option("Temperatures, separated by commas.", read=numbers)
-    )
+    warmup: int = setting(1, "Warm-up answers of each setting.")
+    warm: bool = setting(False, "Let drafters remember earlier prompts of a repeat; otherwise each answer is cold.")
+    temperatures: tuple[float, ...] = setting((0.0, 0.8), "Temperatures, separated by commas.", read=numbers)
     stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
-    numerics: tuple[str, ...] = field(
-        default=(DEFAULT_NUMERICS,),
-        metadata=option(
-            "default, strict (no greedy output may differ from plain), or both: default,strict.", read=words
-        ),
+    numerics: tuple[str, ...] = setting(
+        (DEFAULT_NUMERICS,),
+        "default, strict (no greedy output may differ from plain), or both: default,strict.",
+        read=words,
     )
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
-    backends: tuple[str, ...] = field(
-        default=(LOCAL,),
-        metadata=option(
-            f"Engines to measure, separated by commas: {', '.join(BACKENDS)}, or the address of a server. llama.cpp's "
-            "programs are those in the folder that FORETOKEN_LLAMA_CPP names.",
-            read=words,
-        ),
+    backends: tuple[str, ...] = setting(
+        (LOCAL,),
+        f"Engines to measure, separated by commas: {', '.join(BACKENDS)}, or the address of a server. llama.cpp's "
+        "programs are those in the folder that FORETOKEN_LLAMA_CPP names.",
+        read=words,
     )
-    peer_drafters: tuple[str, ...] = field(
-        default=(EVERY_KIND,),
-        metadata=option(
-            "Drafting methods of the other engines, by the names of their settings (lookup, ngram-mod, ...); or all.",
-            read=words,
-        ),
+    peer_drafters: tuple[str, ...] = setting(
+        (EVERY_KIND,),
+        "Drafting methods of the other engines, by the names of their settings (lookup, ngram-mod, ...); or all.",
+        read=words,
     )
-    peer_num_drafts: tuple[int, ...] = field(
-        default=(2, 3, 4, 5, 6, 7, 8),
-        metadata=option("Numbers of draft tokens for the other engines, separated by commas.", read=wholes),
+    peer_num_drafts: tuple[int, ...] = setting(
+        (2, 3, 4, 5, 6, 7, 8), "Numbers of draft tokens for the other engines, separated by commas.", read=wholes
     )
-    peer_lookup_num_drafts: tuple[int, ...] = field(
-        default=(4, 8, 12, 16, 24, 32),
-        metadata=option("The same for their n-gram lookups, whose draft tokens cost nothing.", read=wholes),
+    peer_lookup_num_drafts: tuple[int, ...] = setting(
+        (4, 8, 12, 16, 24, 32), "The same for their n-gram lookups, whose draft tokens cost nothing.", read=wholes
     )
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     slo_ms: float | None = field(default=None, metadata=SLO_OPTION)

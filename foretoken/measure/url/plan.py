@@ -23,6 +23,7 @@ from foretoken.measure.options import (
     SLICES_OPTION,
     check_price,
     resume_option,
+    setting,
 )
 from foretoken.measure.prompts import choose, read_prompts
 from foretoken.measure.workload import SLICES, Prompt, slices
@@ -53,39 +54,33 @@ class UrlOptions:
     """
 
     url: str = field(metadata=option("Address of the server, such as http://127.0.0.1:8000, with or without /v1."))
-    model: str | None = field(default=None, metadata=option("Name of the model; without it, the first of /v1/models."))
-    rates: tuple[float, ...] = field(
-        default=(1.0,),
-        metadata=option(
-            "Requests per second of a Poisson process; several, separated by commas, run one after the other.",
-            name="rate",
-            read=numbers,
-        ),
+    model: str | None = setting(None, "Name of the model; without it, the first of /v1/models.")
+    rates: tuple[float, ...] = setting(
+        (1.0,),
+        "Requests per second of a Poisson process; several, separated by commas, run one after the other.",
+        name="rate",
+        read=numbers,
     )
-    requests: int = field(default=64, metadata=option("Requests of each rate."))
+    requests: int = setting(64, "Requests of each rate.")
     trace: Path | None = field(
         default=None,
         metadata=option("File of arrivals in place of --rate: JSON lines, arrival_s [prompt, max_tokens, slice]."),
     )
     prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
     slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
-    prompts_per_slice: int = field(default=8, metadata=option("Prompts of each slice; requests take them in turn."))
-    chat: bool = field(default=False, metadata=option("Send prompts as a user's message to /v1/chat/completions."))
+    prompts_per_slice: int = setting(8, "Prompts of each slice; requests take them in turn.")
+    chat: bool = setting(False, "Send prompts as a user's message to /v1/chat/completions.")
     max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
-    temperature: float = field(default=0.0, metadata=option("Sampling temperature."))
-    stop_at_eos: bool = field(default=False, metadata=option("Let answers end early; by default ignore_eos is sent."))
-    warmup: int = field(default=2, metadata=option("Requests before the run, not counted."))
-    ttft_deadline_s: float | None = field(
-        default=None, metadata=option("A request is good if its first text arrives within this many seconds.")
+    temperature: float = setting(0.0, "Sampling temperature.")
+    stop_at_eos: bool = setting(False, "Let answers end early; by default ignore_eos is sent.")
+    warmup: int = setting(2, "Requests before the run, not counted.")
+    ttft_deadline_s: float | None = setting(
+        None, "A request is good if its first text arrives within this many seconds."
     )
-    tpot_deadline_s: float | None = field(
-        default=None, metadata=option("The same for the mean time of each further token.")
-    )
-    e2e_deadline_s: float | None = field(default=None, metadata=option("The same for the whole answer."))
-    timeout_s: float = field(
-        default=600.0, metadata=option("A request fails if the server sends nothing for this many seconds.")
-    )
-    key_variable: str = field(default=DEFAULT_KEY_VARIABLE, metadata=option("Environment variable with the API key."))
+    tpot_deadline_s: float | None = setting(None, "The same for the mean time of each further token.")
+    e2e_deadline_s: float | None = setting(None, "The same for the whole answer.")
+    timeout_s: float = setting(600.0, "A request fails if the server sends nothing for this many seconds.")
+    key_variable: str = setting(DEFAULT_KEY_VARIABLE, "Environment variable with the API key.")
     price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
     out: Path | None = field(default=None, metadata=OUT_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("load", " with the same options"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 
 from foretoken.errors import ConfigError
-from foretoken.option import option
+from foretoken.option import Settings
 from foretoken.params import check_number, check_whole
 from foretoken.simulate.fleet.occupancy import ROUTINGS
 
@@ -17,7 +17,7 @@ LATE_SHARE = 0.05  # of the requests, that may come later than promised
 _POINTS = 96  # of a day's traffic: a quarter of an hour each
 _PEAK_S = 20 * 3600.0
 _REPLICA_LIMIT = 100_000
-_option = partial(option, group=FLEET)
+_setting = Settings(FLEET)
 
 
 @dataclass(frozen=True)
@@ -34,41 +34,23 @@ class FleetOptions:
         ConfigError, InputError: a value that cannot be planned with; names the field.
     """
 
-    peak_rate: float = field(
-        default=10.0, metadata=_option("Requests per second of the whole fleet in the busiest hour, with --fleet.")
+    peak_rate: float = _setting(10.0, "Requests per second of the whole fleet in the busiest hour, with --fleet.")
+    night_share: float = _setting(0.3, "Share of the peak rate in the quietest hour; 1 = steady.")
+    min_replicas: int = _setting(2, "Fewest replicas.")
+    max_replicas: int = _setting(1000, "Most replicas.")
+    routing: str = _setting(
+        "two",
+        "Where a request goes: to the less loaded of two replicas, or to any one at random: {choices}.",
+        choices=ROUTINGS,
     )
-    night_share: float = field(
-        default=0.3, metadata=_option("Share of the peak rate in the quietest hour; 1 = steady.")
-    )
-    min_replicas: int = field(default=2, metadata=_option("Fewest replicas."))
-    max_replicas: int = field(default=1000, metadata=_option("Most replicas."))
-    routing: str = field(
-        default="two",
-        metadata=_option(
-            "Where a request goes: to the less loaded of two replicas, or to any one at random: {choices}.",
-            choices=ROUTINGS,
-        ),
-    )
-    scale_up_s: float = field(
-        default=10.0, metadata=_option("Seconds of too many queued tokens before replicas are added.")
-    )
-    scale_down_s: float = field(
-        default=300.0, metadata=_option("Seconds of few queued tokens before replicas are drained.")
-    )
-    start_s: float = field(default=60.0, metadata=_option("Seconds until a new replica serves."))
-    mtbf_h: float = field(
-        default=720.0, metadata=_option("Mean hours between two failures of one replica; 0 = none fails.")
-    )
-    outage_share: float = field(
-        default=0.0, metadata=_option("Share of the replicas that is lost at once in the busiest hour.")
-    )
-    max_waiting: int = field(default=256, metadata=_option("Requests of a replica that may wait; further ones fail."))
-    p95_first_s: float = field(
-        default=2.0, metadata=_option("Seconds within which 95 % of the requests must get their first token.")
-    )
-    p95_token_ms: float = field(
-        default=200.0, metadata=_option("Mean milliseconds between tokens that 95 % of the requests must not exceed.")
-    )
+    scale_up_s: float = _setting(10.0, "Seconds of too many queued tokens before replicas are added.")
+    scale_down_s: float = _setting(300.0, "Seconds of few queued tokens before replicas are drained.")
+    start_s: float = _setting(60.0, "Seconds until a new replica serves.")
+    mtbf_h: float = _setting(720.0, "Mean hours between two failures of one replica; 0 = none fails.")
+    outage_share: float = _setting(0.0, "Share of the replicas that is lost at once in the busiest hour.")
+    max_waiting: int = _setting(256, "Requests of a replica that may wait; further ones fail.")
+    p95_first_s: float = _setting(2.0, "Seconds within which 95 % of the requests must get their first token.")
+    p95_token_ms: float = _setting(200.0, "Mean milliseconds between tokens that 95 % of the requests must not exceed.")
 
     def __post_init__(self) -> None:
         check_number("peak_rate", self.peak_rate, low=0.0, high=1e9, open_low=True)
