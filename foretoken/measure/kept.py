@@ -184,6 +184,22 @@ def run_of(
     return {name: value for name, value in asdict(options).items() if name not in left_out} | contents | more
 
 
+def kept_run(
+    path: Path | None,
+    kind: str,
+    asked: Mapping[str, object],
+    options: DataclassInstance,
+    **about: Any,  # noqa: ANN401
+) -> KeptFile:
+    """The file of a run whose options, and what else `about` says, agree (`run_of`), and what is `asked` by content.
+
+    Raises:
+        ModelError, InputError, StorageError: see `run_of` and `KeptFile`.
+    """
+    contents = {f"{name} by content": digest(value) for name, value in asked.items()}
+    return KeptFile(path, kind, run_of(options, **about) | contents)
+
+
 def _file_digest(path: Path) -> str:
     """A short hash of a file."""
     try:

@@ -17,7 +17,7 @@ from foretoken.measure.ab.options import AbOptions
 from foretoken.measure.ab.pairs import Observed, Pair, PairPlan, block_means, paired, plan_pairs
 from foretoken.measure.ab.report import ab_report
 from foretoken.measure.ab.rows import PRIMARY
-from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.report import Report, load_average
@@ -144,13 +144,9 @@ def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]])
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    planned = digest([asdict(plan) for plan in replay.plans])
-    file = KeptFile(
-        options.resume,
-        "ab",
-        run_of(options, _FREE_TO_CHANGE, (options.target, options.draft), sides=about)
-        | {"requests by content": planned},
-    )
+    planned = {"requests": [asdict(plan) for plan in replay.plans]}
+    agreeing = {"without": _FREE_TO_CHANGE, "models": (options.target, options.draft), "sides": about}
+    file = kept_run(options.resume, "ab", planned, options, **agreeing)
 
     def read(line: dict[str, Any]) -> tuple[str, Pair]:
         plan = replay.plans[line["pair"]]

@@ -25,17 +25,17 @@ from foretoken.engine.prompts import check_no_tool_calls
 from foretoken.errors import ForetokenError, InputError
 from foretoken.export.engines import NAMES
 from foretoken.export.launch import plain_drafters
+from foretoken.machine.identity import versions
 from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.cells import Machine
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
-from foretoken.measure.advise.keeping import kept_answers
 from foretoken.measure.advise.known_text import known_rounds
 from foretoken.measure.advise.launches import OTHERS, OURS
-from foretoken.measure.advise.options import AdviseOptions
+from foretoken.measure.advise.options import FREE_TO_CHANGE, AdviseOptions
 from foretoken.measure.advise.report import ELSEWHERE, Measured
 from foretoken.measure.advise.rounds import AnswerRounds, answered
 from foretoken.measure.eval.prompts import EvalPrompt
-from foretoken.measure.kept import KeptFile
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.progress import Tell, progress
 from foretoken.model.names import model_folder
 from foretoken.plan.profile import Curve
@@ -87,7 +87,9 @@ def measured_elsewhere(
             engine = _engine_at(backend.owner, backend.model)
             candidates, failed = _offered(candidates, engine)
             server_is = {"name": backend.owner, "model": backend.model, "version": backend.version()}
-            with closing(kept_answers(options, prompts, [options.target], server=server_is)) as kept:
+            keys = {"prompts": [one.key for one in prompts]}
+            about = {"models": [options.target], "versions": versions(), "server": server_is}
+            with closing(kept_run(options.resume, "advise", keys, options, without=FREE_TO_CHANGE, **about)) as kept:
                 asked, fields = _answers(backend, options, prompts, tokenizer, kept, tell)
         _check_tokenizer(options, asked, tokenizer)
         answers, drafting_s = _drafted(candidates, asked, tokenizer, folder)

@@ -33,6 +33,8 @@ from foretoken.measure.write import check_name, check_out
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
+# Of a run that goes on: they decide about no answer, and costs of steps are measured anew.
+FREE_TO_CHANGE = ("memory", "reserve", "machines", "budget_s", "concurrency")
 MAX_CONCURRENCY = 512
 MAX_NUM_DRAFT = 64
 # What is not read beside an address, and without one, with the remedy.

@@ -17,22 +17,21 @@ from foretoken.draft.base import Drafter, ModelDrafter
 from foretoken.engine.llm import LLM
 from foretoken.errors import ForetokenError, SpeculationWarning, UnsupportedModelError
 from foretoken.field_text import from_mapping
-from foretoken.machine.identity import machine
+from foretoken.machine.identity import machine, versions
 from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
 from foretoken.measure.advise.cells import Machine, machines_of
 from foretoken.measure.advise.costs import LoadCosts, measure_costs
 from foretoken.measure.advise.elsewhere import measured_elsewhere
-from foretoken.measure.advise.keeping import kept_answers
 from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
-from foretoken.measure.advise.options import AdviseOptions
+from foretoken.measure.advise.options import FREE_TO_CHANGE, AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
 from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered, read_rounds
 from foretoken.measure.advise.verdict import Finding, of_pair
 from foretoken.measure.eval.options import EvalDrafter, EvalOptions
 from foretoken.measure.eval.prompts import EvalPrompt, fitting, in_turns, prompts_of
 from foretoken.measure.eval.run import measure
-from foretoken.measure.kept import KeptFile
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.progress import progress
 from foretoken.measure.report import Report, interruption_notes, load_average, source_caveats
 from foretoken.measure.write import write_report
@@ -135,7 +134,9 @@ def measured(
             share = others.share()
         models = [options.target, *(candidate.source for candidate in usable)]
         files = [name for candidate in usable for name in (candidate.spec.corpus, candidate.spec.ngram_table)]
-        with closing(kept_answers(options, prompts, models, files, machine=machine())) as kept:
+        asked = {"prompts": [one.key for one in prompts]}
+        about = {"models": models, "files": files, "versions": versions(), "machine": machine()}
+        with closing(kept_run(options.resume, "advise", asked, options, without=FREE_TO_CHANGE, **about)) as kept:
             answers, interrupted = _answers(llm, options, usable, prompts, kept, console)
         notes = _notes(options, prompt_tokens, costs)
         if is_contended(share):

@@ -21,7 +21,7 @@ from foretoken.measure.audit.options import AuditOptions, BackendAuditOptions, P
 from foretoken.measure.audit.report import audit_report
 from foretoken.measure.audit.session import Session
 from foretoken.measure.checks import Check, read_checks
-from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.report import Report
 from foretoken.measure.write import write_report
 
@@ -45,7 +45,8 @@ def run_audit(
     session = Session(options, prompts)
     spec = options.spec
     models, files = (options.target, spec.draft, spec.head), (spec.corpus, spec.ngram_table)
-    with session.llm, closing(_kept(options, prompts, "audit", models, files)) as kept:
+    asked, about = {"prompts": as_plain(prompts)}, {"models": models, "files": files, "versions": versions()}
+    with session.llm, closing(kept_run(options.resume, "audit", asked, options, **about)) as kept:
         checks, interrupted = _made(_checks(session, kept, tell))
     return write_report(audit_report(options, checks, command, interrupted, session.notes), options.out, options.name)
 
@@ -58,25 +59,6 @@ def _made(checks: Iterator[Check]) -> tuple[list[Check], bool]:
     except KeyboardInterrupt:
         return found, True
     return found, False
-
-
-def _kept(
-    options: AuditOptions | BackendAuditOptions,
-    prompts: Sequence[Prompt],
-    kind: str,
-    models: Sequence[str | None],
-    files: Sequence[str | None],
-    **more: object,
-) -> KeptFile:
-    """The file of checks that were made.
-
-    Raises:
-        InputError, StorageError: see `KeptFile`.
-    """
-    run = run_of(options, models=models, files=files, versions=versions()) | {
-        "prompts by content": digest(as_plain(prompts))
-    }
-    return KeptFile(options.resume, kind, run | more)
 
 
 def _checks(session: Session, kept: KeptFile, tell: Callable[[str], None]) -> Iterator[Check]:
@@ -133,12 +115,13 @@ def run_backend_audit(
         session = BackendSession(options, backend, questions, judge, against, ids)
         found = {one.name: one.version() for one in (backend, against) if one is not None}
         about = {
+            "models": (options.target,),
+            "versions": versions(),
             "backend": options.source.identity_of(backend) | found,
             "drafting": [drafting_name(one) for one in draftings],
         }
-        kept = stack.enter_context(
-            closing(_kept(options, prompts, "audit of a backend", (options.target,), (), **about))
-        )
+        asked = {"prompts": as_plain(prompts)}
+        kept = stack.enter_context(closing(kept_run(options.resume, "audit of a backend", asked, options, **about)))
         alpha = options.alpha / len(draftings)
         checks, interrupted = _made(
             check for drafting in draftings for check in _checks_of_backend(session, kept, drafting, alpha, tell)

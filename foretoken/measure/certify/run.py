@@ -18,7 +18,7 @@ from foretoken.measure.certify.report import certify_report
 from foretoken.measure.certify.sampled import check_distribution, check_seeds
 from foretoken.measure.certify.whole import check_limits, check_stream
 from foretoken.measure.checks import Check
-from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.kept import kept_run
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.report import Report, interruption_notes
@@ -72,7 +72,9 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
                 asked = request_of(options, prompt)
                 side.check_room("prompts", prompt.name, Question(asked.text, asked.messages))
         about = {side.label: side.identity for side in sides}
-        with closing(_kept(options, prompts, about)) as kept:
+        planned = {"prompts": [(prompt.text, prompt.messages) for prompt in prompts]}
+        agreeing = {"without": _FREE_TO_CHANGE, "models": (options.target, options.draft), "sides": about}
+        with closing(kept_run(options.resume, "certify", planned, options, **agreeing)) as kept:
             a, b = (Asker(side.label, requester_of(side.backend, side.drafting), kept) for side in sides)
             before = sides[1].backend.counters()
             try:
@@ -154,16 +156,3 @@ def _session(
         "ties too."
     )
     return CertifySession(options, a, b, prompts, None, conversations), [caveat]
-
-
-def _kept(options: CertifyOptions, prompts: Sequence[Prompt], about: dict[str, dict[str, str]]) -> KeptFile:
-    """The file of answers.
-
-    Raises:
-        InputError, StorageError: see `KeptFile`.
-    """
-    planned = digest([(prompt.text, prompt.messages) for prompt in prompts])
-    run = run_of(options, _FREE_TO_CHANGE, (options.target, options.draft), sides=about) | {
-        "prompts by content": planned
-    }
-    return KeptFile(options.resume, "certify", run)

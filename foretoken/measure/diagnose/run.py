@@ -40,7 +40,7 @@ from foretoken.measure.diagnose.repairs import Asking, Repair, head_repairs, len
 from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, prompts_of
 from foretoken.measure.eval.run import answer_seed
-from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.options import ALL
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import check_room
@@ -89,20 +89,12 @@ def run_diagnose(options: DiagnoseOptions, command: str = "foretoken diagnose") 
         KeyboardInterrupt: it came before anything was measured.
     """
     prompts = _prompts(options)
-    with closing(_kept(options, prompts)) as kept:
+    asked = {"prompts": [one.key for one in prompts]}
+    about = {"models": (options.target, options.head, options.draft), "versions": versions()}
+    with closing(kept_run(options.resume, "diagnose", asked, options, **about)) as kept:
         found = _diagnosis(options, prompts, command, kept)
     report = diagnose_report(options, found, command)
     return write_report(report, options.out, options.name)
-
-
-def _kept(options: DiagnoseOptions, prompts: Sequence[EvalPrompt]) -> KeptFile:
-    """The file of what was answered and measured.
-
-    Raises:
-        InputError, StorageError: see `KeptFile`.
-    """
-    run = run_of(options, models=(options.target, options.head, options.draft), versions=versions())
-    return KeptFile(options.resume, "diagnose", run | {"prompts by content": digest([one.key for one in prompts])})
 
 
 def _diagnosis(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], command: str, kept: KeptFile) -> Diagnosis:

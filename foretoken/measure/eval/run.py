@@ -23,7 +23,7 @@ from foretoken.measure.eval.identity import identity_of
 from foretoken.measure.eval.options import BackendEvalOptions, EvalDrafter, EvalOptions
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, fitting, in_turns
 from foretoken.measure.eval.result import EvalResult, EvalSample, sample_of
-from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.options import PLAIN
 from foretoken.measure.price import PriceRow, counted_tokens, price_rows
 from foretoken.measure.prompts import text_pairs
@@ -125,14 +125,10 @@ class EvaluationRun(ABC):
         """
 
     def _kept(self, kind: str, **about: Any) -> KeptFile:  # noqa: ANN401 - see `run_of`
-        """The file of answers; options, prompts and `about` must agree, and the machine where times count.
-
-        Raises:
-            InputError, StorageError: see `KeptFile`.
-        """
-        options = self._options
-        run = run_of(options, **about) | {"prompts by content": digest([one.key for one in self.prompts])}
-        return KeptFile(options.resume, kind, run | ({} if options.price_per_hour is None else {"machine": machine()}))
+        """The file of answers; options, prompts and `about` must agree, and the machine where times count."""
+        options, asked = self._options, {"prompts": [one.key for one in self.prompts]}
+        about |= {} if options.price_per_hour is None else {"machine": machine()}
+        return kept_run(options.resume, kind, asked, options, **about)
 
     def notes(self) -> list[str]:
         """What restricts the result."""

@@ -21,7 +21,7 @@ from foretoken.engine.llm import LLM
 from foretoken.errors import InputError
 from foretoken.machine.identity import machine, versions
 from foretoken.machine.neighbours import contention_notes
-from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.load.options import LoadOptions
 from foretoken.measure.load.prompts import Ask, asks
 from foretoken.measure.load.rows import (
@@ -68,12 +68,12 @@ def kept_turns(
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    prompts = digest({name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()})
+    asked = {"prompts": {name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()}}
     choices = [one.choice for one in settings if one.choice is not None]
     models = [options.target, options.draft, *(model for choice in choices for model in choice.models)]
     files = [file for choice in choices for file in choice.files]
-    run = run_of(options, without_effect, models, files, machine=machine(), versions=versions())
-    return KeptFile(options.resume, "bench load", run | {"prompts by content": prompts})
+    about = {"models": models, "files": files, "machine": machine(), "versions": versions()}
+    return kept_run(options.resume, "bench load", asked, options, without=without_effect, **about)
 
 
 _SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks

@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.backend.answering import Question
 from foretoken.backend.http import Endpoint
 from foretoken.errors import UnavailableError
-from foretoken.measure.kept import KeptFile, digest, run_of
+from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.progress import Tell, progress
 from foretoken.measure.report import Report, busy_caveats, interruption_notes, load_average
 from foretoken.measure.url.plan import (
@@ -51,8 +51,8 @@ def _kept(options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> KeptFile:
     Raises:
         InputError, StorageError: see `KeptFile`.
     """
-    planned = digest([[asdict(request) for request in run.requests] for run in runs])
-    file = KeptFile(options.resume, "bench url", run_of(options, model=model) | {"requests by content": planned})
+    planned = {"requests": [[asdict(request) for request in run.requests] for run in runs]}
+    file = kept_run(options.resume, "bench url", planned, options, model=model)
     by_setting = {run.setting: run for run in runs}
 
     def restore(line: Mapping[str, Any]) -> None:
