@@ -104,10 +104,8 @@ class Adapter:
             trainee.adaptation.buffer.end(request_id)
 
     def between_steps(self) -> None:
-        """Take in what the step read, and change the weights that wait for it.
-
-        Raises:
-            Exception: what ended the learner's thread.
+        """Take in what the step read, and change the weights that wait for it. Raises Exception: what ended the
+        learner's thread.
         """
         self._collect()
         if self.error is not None:

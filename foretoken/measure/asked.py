@@ -38,11 +38,7 @@ class BackendSource:
 
     @contextmanager
     def open(self) -> Iterator[AnsweringBackend]:
-        """The backend, closed at the end.
-
-        Raises:
-            InputError, ModelError, StorageError, UnavailableError: see `open_backend`.
-        """
+        """The backend, closed at the end; raises as `open_backend` does."""
         model = "" if self.model is None else str(model_folder(self.model))
         draft = None if self.draft is None else str(model_folder(self.draft))
         server = (self.served_model or "", self.model_option)
@@ -60,10 +56,7 @@ def chosen_draftings(
     backend: AnsweringBackend, field: str, kinds: Sequence[str] | None, num_draft: int
 ) -> tuple[Drafting, ...]:
     """The ways to draft of these kinds, which the field `field` names (None: every one), with `num_draft` draft tokens
-    where that can be chosen.
-
-    Raises:
-        ConfigError: a kind that the backend does not have here, or it has none at all.
+    where that can be chosen. Raises ConfigError: a kind that the backend does not have here, or it has none at all.
     """
     offered = backend.draftings((num_draft,))
     known = list(dict.fromkeys(str(one.kind) for one in offered))

@@ -51,10 +51,8 @@ def resume_option(what: str, how: str = "") -> Mapping[str, Option]:
 
 
 def check_slo(slo_ms: float | None, has_price: bool) -> None:
-    """Refuse a longest time between tokens that is not above 0, or that no price is made with.
-
-    Raises:
-        InputError: names the value.
+    """Refuse a longest time between tokens that is not above 0, or that no price is made with. Raises InputError: names
+    the value.
     """
     if slo_ms is None:
         return
@@ -64,10 +62,6 @@ def check_slo(slo_ms: float | None, has_price: bool) -> None:
 
 
 def check_price(price_per_hour: float | None) -> None:
-    """Refuse a price that is not above 0.
-
-    Raises:
-        InputError: names the value.
-    """
+    """Refuse a price that is not above 0. Raises InputError: names the value."""
     if price_per_hour is not None:
         check_number("price_per_hour", price_per_hour, 0.0, _MAX_PRICE, open_low=True)

@@ -79,11 +79,7 @@ class _Item:
 
 
 def prompt_files(path: Path) -> list[Path]:
-    """The file, or all .json and .jsonl files below a folder.
-
-    Raises:
-        StorageError: the folder holds none.
-    """
+    """The file, or all .json and .jsonl files below a folder. Raises StorageError: the folder holds none."""
     files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if os.path.isdir(path) else [path]
     if not files:
         raise StorageError(f"no .json or .jsonl file below {path}")
@@ -110,10 +106,7 @@ def read_prompts(path: Path, field: str = "prompts") -> tuple[Prompt, ...]:
 
 def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
     """At most `per_slice` prompts of every wanted slice, taken in turn from its files and categories; a note on what
-    was left out.
-
-    Raises:
-        InputError: a slice that no prompt belongs to.
+    was left out. Raises InputError: a slice that no prompt belongs to.
     """
     found = dict.fromkeys(prompt.slice for prompt in prompts)
     for name in slices:
@@ -132,10 +125,8 @@ def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> 
 
 
 def check_room(field: str, name: str, num_tokens: int, most: int) -> None:
-    """Refuse a prompt that is too long, before minutes of work on others.
-
-    Raises:
-        InputError: it has more than `most` tokens; names it.
+    """Refuse a prompt that is too long, before minutes of work on others. Raises InputError: it has more than `most`
+    tokens; names it.
     """
     if num_tokens > most:
         remedy = f"has {num_tokens} tokens; the context has room for {most}: shorten it, or leave it out"
@@ -143,10 +134,8 @@ def check_room(field: str, name: str, num_tokens: int, most: int) -> None:
 
 
 def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tuple[tuple[Prompt, ...], list[str]]:
-    """Prompts of at most `room` tokens by `count`: what is too long loses its middle, and a note says so.
-
-    Raises:
-        InputError: no prompt can be that short.
+    """Prompts of at most `room` tokens by `count`: what is too long loses its middle, and a note says so. Raises
+    InputError: no prompt can be that short.
     """
     if room < 1:
         raise InputError(
@@ -221,10 +210,8 @@ def _slice(item: _Item) -> str:
 
 
 def asked_of(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recorded request says of its answer's length and temperature, by the fields of `Prompt`.
-
-    Raises:
-        InputError: a length or temperature that makes no sense; names the `place`.
+    """What a recorded request says of its answer's length and temperature, by the fields of `Prompt`. Raises
+    InputError: a length or temperature that makes no sense; names the `place`.
     """
     length = next((values[key] for key in _LENGTH_KEYS if values.get(key) is not None), None)
     temperature = values.get("temperature")
@@ -239,11 +226,7 @@ def asked_of(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(item: _Item, messages: object) -> tuple[tuple[str, str], ...]:
-    """(role, content) of each message; contents in OpenAI's parts are joined where all are texts.
-
-    Raises:
-        InputError: no list of messages, a content that is no text, or calls of tools, which pairs do not hold.
-    """
+    """(role, content) of each message; contents in OpenAI's parts are joined where all are texts."""
     check_no_tool_calls(item.place, messages)
     fit = isinstance(messages, list) and all(
         isinstance(one, dict) and isinstance(one.get("role"), str) and message_text(one) is not None for one in messages

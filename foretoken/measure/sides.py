@@ -51,11 +51,7 @@ class SideOptions:
     threads: int | None = field(default=None, metadata=THREADS)
 
     def check_sides(self) -> None:
-        """Refuse sides that cannot be opened.
-
-        Raises:
-            InputError, ConfigError: names the field.
-        """
+        """Refuse sides that cannot be opened. Raises InputError, ConfigError: names the field."""
         check_whole("num_draft", self.num_draft, 1, 256)
         for side in ("a", "b"):
             backend: str = getattr(self, side)
@@ -97,9 +93,7 @@ class OpenSide:
 
     def check_room(self, field: str, name: str, question: Question) -> None:
         """Refuse a question that has no room in the backend's context, as far as it knows that before it is asked.
-
-        Raises:
-            InputError: names the question.
+        Raises InputError: names the question.
         """
         if (found := self.backend.room(question)) is not None:
             check_room(field, name, *found)

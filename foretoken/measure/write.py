@@ -22,10 +22,7 @@ def is_page(out: Path) -> bool:
 
 def check_out(out: Path | None) -> None:
     """Check that a report can be written to a file or folder, before minutes of work; the folder is made. None: nothing
-    is to be written.
-
-    Raises:
-        StorageError: it cannot be made or written.
+    is to be written. Raises StorageError: it cannot be made or written.
     """
     if out is None:
         return
@@ -87,10 +84,8 @@ def free_path(folder: Path, date: str, name: str, suffixes: Sequence[str] = (".j
 
 
 def check_name(name: str) -> None:
-    """Refuse a result name that is not a plain file name.
-
-    Raises:
-        InputError: other characters than letters, digits, `.`, `_` and `-`.
+    """Refuse a result name that is not a plain file name. Raises InputError: other characters than letters, digits,
+    `.`, `_` and `-`.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise InputError("name", name, "use letters, digits, '.', '_' and '-' only; the date is added")

@@ -125,10 +125,8 @@ def _folder_to_start_from(init: str, shape: HeadShape) -> Path:
 
 
 def places_of(init: str, target: str) -> int:
-    """How many places a run from the head `init` learns unless told: as many as it drafts in one pass.
-
-    Raises:
-        ModelError: see `open_head`.
+    """How many places a run from the head `init` learns unless told: as many as it drafts in one pass; raises as
+    `open_head` does.
     """
     head = open_head(model_folder(init), read_config(model_folder(target))).network
     return head.config.max_num_draft or HeadTrainConfig.num_places
@@ -284,13 +282,7 @@ def train_draft(job: DraftJob, ranks: Ranks | None = None) -> HeadResult:
 
 
 def _start(job: DraftJob, target: ModelConfig) -> Decoder:
-    """The draft model before training, in float32.
-
-    Raises:
-        ConfigError: windows that are longer than its context.
-        MismatchError: another number of tokens than the target's.
-        UnsupportedModelError: a family that cannot be written.
-    """
+    """The draft model before training, in float32."""
     if job.init is not None:
         decoder = load_decoder(model_folder(job.init), dtype="float32", pack=False)
         config_to_hf(decoder.config)  # a family that is not written is refused before it is trained

@@ -164,11 +164,7 @@ class HeadTrainer(TrainingLoop):
         return self.data.held_out.batch([number], self.config.length, seed=0)
 
     def _check_measurable(self) -> None:
-        """Acceptance is that of whole drafts: held-out answers that are shorter would make every head the best.
-
-        Raises:
-            ConfigError: no held-out window has a whole draft of tokens in a row that the target wrote.
-        """
+        """Acceptance is that of whole drafts: held-out answers that are shorter would make every head the best."""
         most = getattr(self.head.config, "max_num_draft", None) or self.config.num_places
         count = min(most, self.config.num_places)
         for number in range(self.config.validate_windows):

@@ -93,10 +93,8 @@ def open_target(job: RunJob) -> JobTarget:
 
 
 def open_states(job: RunJob, target: JobTarget, layers: Sequence[int], ranks: Ranks) -> StateCache | None:
-    """The cache of hidden states of a run, in `job.out/states`, each rank's by itself; None if the run has none.
-
-    Raises:
-        ConfigError, StorageError: see `StateCache`.
+    """The cache of hidden states of a run, in `job.out/states`, each rank's by itself; None if the run has none. Raises
+    as `StateCache` does.
     """
     bound, frozen = job.settings.train.state_cache_bytes // ranks.world, target.frozen
     if not bound:
@@ -166,11 +164,8 @@ def check_resumed(job: RunJob, target: JobTarget, what: Mapping[str, Any]) -> No
 def write_manifest(
     job: RunJob, target: JobTarget, data: HeadData, what: Mapping[str, Any], result: HeadResult | None
 ) -> None:
-    """Write `run.json`: what was trained (`what`) for whom, on what, how, and what came
-    of it.
-
-    Raises:
-        StorageError: it cannot be written; an earlier one is kept.
+    """Write `run.json`: what was trained (`what`) for whom, on what, how, and what came of it. Raises StorageError: it
+    cannot be written; an earlier one is kept.
     """
     manifest: dict[str, Any] = {
         "foretoken": foretoken.__version__,

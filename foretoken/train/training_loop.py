@@ -35,10 +35,8 @@ _META = {"step": int, "seconds": int | float, "config": dict}  # of every state;
 def save_state(
     folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], meta: Mapping[str, Any]
 ) -> None:
-    """Write the trained parameters, the optimisers' state and `meta`, atomically.
-
-    Raises:
-        StorageError: it cannot be written; an earlier state is kept.
+    """Write the trained parameters, the optimisers' state and `meta`, atomically. Raises StorageError: it cannot be
+    written; an earlier state is kept.
     """
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for index, optimizer in enumerate(optimizers):
@@ -58,11 +56,7 @@ def save_state(
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """The `meta` of the state in `folder`, None if there is no state.
-
-    Raises:
-        CheckpointError: truncated or corrupt.
-    """
+    """The `meta` of the state in `folder`, None if there is no state. Raises CheckpointError: truncated or corrupt."""
     path = folder / STATE_WEIGHTS
     if not path.exists():
         return None
@@ -79,10 +73,8 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 def check_same(earlier: Mapping[str, Any], own: Mapping[str, Any], folder: Path, prefix: str = "") -> None:
     """Compare settings of the run in `folder`, or the shape that it trains, with those of the run that would continue
-    it, both as JSON has them: weights of the same sizes may be those of another network.
-
-    Raises:
-        ConfigError: names what differs.
+    it, both as JSON has them: weights of the same sizes may be those of another network. Raises ConfigError: names what
+    differs.
     """
     for name, now in own.items():
         before = earlier.get(name, now)  # an earlier version may know less
@@ -94,11 +86,7 @@ def check_same(earlier: Mapping[str, Any], own: Mapping[str, Any], folder: Path,
 
 
 def restore_state(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Load what `save_state` wrote.
-
-    Raises:
-        CheckpointError: it is the state of a model of another shape.
-    """
+    """Load what `save_state` wrote. Raises CheckpointError: it is the state of a model of another shape."""
     path = folder / STATE_WEIGHTS
     tensors = load_file(path)
     with torch.no_grad():
@@ -149,11 +137,7 @@ class TrainingLoop(ABC):
         return ""
 
     def _train(self) -> float | None:
-        """The steps that are left; the loss of the last one.
-
-        Raises:
-            KeyboardInterrupt: it was interrupted; the state is saved. A handler of the signal is called first.
-        """
+        """The steps that are left; the loss of the last one."""
         started = saved = time.monotonic()
         before, loss, is_stopped = self.seconds, None, False
         bar = self._console.bar("training", self.config.num_steps, counts=True, stays=True)

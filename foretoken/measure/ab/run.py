@@ -124,11 +124,7 @@ def _asked(plan: PairPlan, a: AbSide, b: AbSide) -> Pair:
 
 
 def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[AbSide]) -> None:
-    """Ask each side a few requests that are not counted, those of the end of the replay.
-
-    Raises:
-        UnavailableError: all failed on one side.
-    """
+    """Ask each side a few requests that are not counted, those of the end of the replay."""
     for side in sides:
         found = [side.ask(plan.question) for plan in replay.plans[-options.warmup :]]
         if all(one.error for one in found):
@@ -139,11 +135,7 @@ def _warm_up(options: AbOptions, replay: _Replay, sides: Sequence[AbSide]) -> No
 
 
 def _kept(options: AbOptions, replay: _Replay, about: dict[str, dict[str, str]]) -> KeptFile:
-    """The file of pairs, those that it holds already restored.
-
-    Raises:
-        InputError, StorageError: see `KeptFile`.
-    """
+    """The file of pairs, those that it holds already restored."""
     planned = {"requests": [asdict(plan) for plan in replay.plans]}
     agreeing = {"without": _FREE_TO_CHANGE, "models": (options.target, options.draft), "sides": about}
     file = kept_run(options.resume, "ab", planned, options, **agreeing)
@@ -172,10 +164,8 @@ class AbSide:
 
     def ask(self, question: Question) -> Observed:
         """The answer to one question, timed; a failure is kept in it. An engine in this process has forgotten earlier
-        answers by then: both sides may be one, and the other side has just answered the same.
-
-        Raises:
-            UnavailableError: so many answers in a row failed that there is nothing to compare.
+        answers by then: both sides may be one, and the other side has just answered the same. Raises UnavailableError:
+        so many answers in a row failed that there is nothing to compare.
         """
         self.side.backend.reset()
         began = time.perf_counter()

@@ -71,13 +71,7 @@ def _candidate(text: str, num_draft: int) -> AdviseCandidate:
 
 
 def _of_files(name: str, num_draft: int) -> AdviseCandidate:
-    """A trained head where the files are those of one, else a draft model.
-
-    Raises:
-        ConfigError: there is no such model, and a drafter has nearly this name.
-        CheckpointError: there is no such model.
-        UnsupportedModelError: a head of a kind that is not run here.
-    """
+    """A trained head where the files are those of one, else a draft model."""
     short = Path(name).name or name
     try:
         folder = model_folder(name)

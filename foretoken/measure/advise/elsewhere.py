@@ -143,11 +143,7 @@ def _answers(
 def _drafted(
     candidates: Sequence[AdviseCandidate], asked: Sequence[_Answered], tokenizer: Tokenizer, folder: Path
 ) -> tuple[dict[str, list[AnswerRounds]], dict[str, float]]:
-    """By candidate: its rounds on each answer, and the seconds in which it drafts for one request.
-
-    Raises:
-        InputError: no answer has a second token.
-    """
+    """By candidate: its rounds on each answer, and the seconds in which it drafts for one request."""
     texts = [(one, ids) for one in asked if len(ids := _ids_of(one.answer, tokenizer)) > 1]
     answers, drafting_s = {}, {}
     for candidate in candidates:
@@ -161,9 +157,6 @@ def _check_tokenizer(options: AdviseOptions, asked: Sequence[_Answered], tokeniz
     """Whether the server counts the tokens of the prompts as the target's tokenizer does, but for as many more of each:
     a start token, or a template's. Another tokenizer differs by another number on most prompts. Where the server gives
     the tokens of its answers, most of them must also be read as the texts that they came with.
-
-    Raises:
-        InputError: it does not: the server serves another model.
     """
     pairs = [(len(one.prompt_ids), one.answer.num_prompt_tokens) for one in asked]
     counts = [(here, there) for here, there in pairs if there is not None]
@@ -224,11 +217,7 @@ async def _levels(
     rows: Sequence[int],
     tell: Tell,
 ) -> tuple[dict[int, float], list[str]]:
-    """Seconds of a step by requests at once, as far as the time allows and the server takes them; and notes.
-
-    Raises:
-        ForetokenError: not even the smallest number of requests decodes for long enough.
-    """
+    """Seconds of a step by requests at once, as far as the time allows and the server takes them; and notes."""
     found: dict[int, float] = {}
     why = ""
     began = time.monotonic()
@@ -292,11 +281,7 @@ def _engine_at(owner: str, model: str) -> str | None:
 def _offered(
     candidates: Sequence[AdviseCandidate], engine: str | None
 ) -> tuple[Sequence[AdviseCandidate], Mapping[str, str]]:
-    """The candidates that the engine has, and why not the others, by name; of an engine that is not known, all.
-
-    Raises:
-        InputError: it has none of them.
-    """
+    """The candidates that the engine has, and why not the others, by name; of an engine that is not known, all."""
     if engine is None or engine == OURS:
         return candidates, {}
     known = plain_drafters(engine)

@@ -98,11 +98,7 @@ def _elsewhere(candidate: AdviseCandidate, target: str, name: str, num_draft: in
 
 
 def _head_launch(candidate: AdviseCandidate, target: str, engine: OtherEngine, num_draft: int) -> Launch | None:
-    """Of a trained head, which `foretoken export` writes in the engine's variant first; None of anything else.
-
-    Raises:
-        ConfigError: the pair cannot work.
-    """
+    """Of a trained head, which `foretoken export` writes in the engine's variant first; None of anything else."""
     head = candidate.spec.head
     if candidate.kind != "head" or head is None:
         return None

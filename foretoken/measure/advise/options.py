@@ -131,11 +131,7 @@ class AdviseOptions:
         check_out(self.out)
 
     def _check_url(self) -> None:
-        """The address can be asked, and nothing is given that only our own engine reads.
-
-        Raises:
-            InputError, ConfigError: names the option.
-        """
+        """The address can be asked, and nothing is given that only our own engine reads."""
         if self.url is not None:
             check_address("url", self.url, self.key_variable)
         unread = _OF_ADDRESS if self.url is None else _OF_ENGINE

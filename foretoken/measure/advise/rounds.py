@@ -91,10 +91,8 @@ def read_rounds(values: Mapping[str, Any]) -> AnswerRounds:
 
 
 def answered(found: Sequence[AnswerRounds], num_prompts: int) -> list[AnswerRounds]:
-    """Those answers to `num_prompts` prompts that went on behind their first token.
-
-    Raises:
-        InputError: none did: nothing was there to draft.
+    """Those answers to `num_prompts` prompts that went on behind their first token. Raises InputError: none did:
+    nothing was there to draft.
     """
     kept = [one for one in found if one.rounds]
     if not kept:

@@ -112,10 +112,7 @@ def measured(
     machines: Sequence[Machine] = (),
 ) -> Measured:
     """Everything that the answer is made of, of candidates that can be loaded; those that cannot are kept with the
-    reason.
-
-    Raises:
-        ForetokenError: a target that cannot be used, or a failing engine.
+    reason. Raises ForetokenError: a target that cannot be used, or a failing engine.
     """
     device = open_device(options.device)
     budget = budget_of(options, device)  # what is free before the target is loaded, which is planned with the rest
@@ -206,11 +203,7 @@ def _answers(
     kept: KeptFile,
     console: Console,
 ) -> tuple[dict[str, list[AnswerRounds]], bool]:
-    """By candidate its rounds on every prompt, with the longest drafts; and whether an interrupt ended that early.
-
-    Raises:
-        KeyboardInterrupt: it came before every candidate had an answer.
-    """
+    """By candidate its rounds on every prompt, with the longest drafts; and whether an interrupt ended that early."""
     asked = EvalOptions(
         options.target,
         drafters=("ngram",),

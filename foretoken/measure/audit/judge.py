@@ -56,10 +56,8 @@ class Judge:
         self.llm.close()
 
     def prompt_ids(self, name: str, question: Question) -> list[int]:
-        """Token ids of what is asked; `name` is what errors call it.
-
-        Raises:
-            InputError: it does not fit the target's context with its answer.
+        """Token ids of what is asked; `name` is what errors call it. Raises InputError: it does not fit the target's
+        context with its answer.
         """
         messages = [{"role": role, "content": content} for role, content in question.messages]
         ids = self.llm.encode_chat(messages) if messages else self.llm.encode(question.text)
@@ -68,10 +66,8 @@ class Judge:
         return ids
 
     def check(self, answer: Answer) -> Answer:
-        """An answer whose tokens the target has.
-
-        Raises:
-            InputError: it has a token that the target does not: another model answered.
+        """An answer whose tokens the target has. Raises InputError: it has a token that the target does not: another
+        model answered.
         """
         size = self.llm.target.vocab_size
         if max(answer.token_ids, default=0) >= size:

@@ -136,11 +136,7 @@ def _prompts(options: CertifyOptions) -> list[Prompt]:
 def _session(
     options: CertifyOptions, a: Asker, b: Asker, prompts: Sequence[Prompt], sides: Sequence[OpenSide]
 ) -> tuple[CertifySession, list[str]]:
-    """The sides with what both of them report.
-
-    Raises:
-        UnavailableError: a side does not answer the first request.
-    """
+    """The sides with what both of them report."""
     conversations = all(side.backend.capabilities.conversations for side in sides)
     session = CertifySession(options, a, b, prompts, _NUM_LOGPROBS, conversations)
     request = session.request(prompts[0])

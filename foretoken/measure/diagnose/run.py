@@ -126,11 +126,7 @@ def _diagnosis(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], command:
 
 
 def _tried(trying: _Trying, repairs: Sequence[Repair]) -> tuple[Accepted, list[Trial], bool]:
-    """What is accepted of the head as it is, and every repair beside it; whether an interrupt ended that early.
-
-    Raises:
-        KeyboardInterrupt: it came before anything was measured.
-    """
+    """What is accepted of the head as it is, and every repair beside it; whether an interrupt ended that early."""
     trials: list[Trial] = []
     with progress(len(repairs) + 2) as tell:
         tell("as it is")
@@ -170,11 +166,7 @@ def _asked(repair: Repair, as_given: _Prompted) -> _Prompted:
 
 
 def _answers(llm: LLM, options: DiagnoseOptions, prompts: Sequence[EvalPrompt], asked: _Prompted) -> list[Text]:
-    """The target's own answers, of at least `_FEWEST_ANSWERED` tokens.
-
-    Raises:
-        InputError: hardly any.
-    """
+    """The target's own answers, of at least `_FEWEST_ANSWERED` tokens."""
     ids = [_ids(llm, prompt, asked.asking) for prompt in prompts]
     for prompt, own in zip(prompts, ids, strict=True):
         check_room("prompts", prompt.name, len(own), llm.target.max_context_tokens - 1)

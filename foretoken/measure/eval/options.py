@@ -86,11 +86,8 @@ class EvalOptions:
 
     @cached_property
     def settings(self) -> tuple[EvalDrafter, ...]:
-        """The drafters with their configurations, each once.
-
-        Raises:
-            ConfigError: an unknown drafter or option, a drafter without the draft that it needs, or one whose
-                acceptance is not at a fixed length.
+        """The drafters with their configurations, each once. Raises ConfigError: an unknown drafter or option, a
+        drafter without the draft that it needs, or one whose acceptance is not at a fixed length.
         """
         found: dict[str, EvalDrafter] = {}
         for choice in parse_drafters(self.drafters):
@@ -167,10 +164,8 @@ class BackendEvalOptions:
             check_temperatures("temperatures", self.temperatures)
 
     def temperatures_for(self, backend: AnsweringBackend) -> tuple[float, ...]:
-        """The temperatures to ask at, each once.
-
-        Raises:
-            InputError: one above 0 was named, and the backend does not sample by a seed.
+        """The temperatures to ask at, each once. Raises InputError: one above 0 was named, and the backend does not
+        sample by a seed.
         """
         sampling = backend.capabilities.sampling
         if self.temperatures is None:

@@ -44,11 +44,7 @@ class EvalPrompt:
 
 
 def own_prompts(slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
-    """Prompts of the library: `per_slice` of each slice.
-
-    Raises:
-        InputError: an unknown slice.
-    """
+    """Prompts of the library: `per_slice` of each slice. Raises InputError: an unknown slice."""
     names = workload.SLICES if ALL in slices else slices
     return [
         EvalPrompt(one.name, one.slice, one.text, one.prediction) for one in workload.slices(names, per_slice=per_slice)
@@ -96,10 +92,8 @@ def encoded(llm: LLM, prompt: EvalPrompt, chat: bool) -> list[int]:
 
 
 def fitting(llm: LLM, prompts: Sequence[EvalPrompt], chat: bool) -> list[list[int]]:
-    """The tokens of prompts, which must all fit into the target's context.
-
-    Raises:
-        InputError: one does not; names it. Others: see `encoded`.
+    """The tokens of prompts, which must all fit into the target's context. Raises InputError: one does not; names it.
+    Others: see `encoded`.
     """
     found = [encoded(llm, prompt, chat) for prompt in prompts]
     for prompt, ids in zip(prompts, found, strict=True):

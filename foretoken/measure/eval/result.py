@@ -121,11 +121,7 @@ def _written(sample: EvalSample) -> dict[str, Any]:
 
 
 def write_result(found: Mapping[str, Any], path: Path) -> None:
-    """Write the object of a result, replacing the file at once.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write the object of a result, replacing the file at once. Raises StorageError: the file cannot be written."""
     replace_text("out", path, to_json(found, indent=1) + "\n")
 
 
@@ -162,10 +158,8 @@ def _result(found: Mapping[str, Any]) -> EvalResult:
 
 
 def sample_of(found: Mapping[str, Any], unknown: Sequence[str] = _MAY_BE_UNKNOWN) -> EvalSample:
-    """One answer as it was written; the counts called `unknown` may be None.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is no answer.
+    """One answer as it was written; the counts called `unknown` may be None. Raises KeyError, TypeError, ValueError: it
+    is no answer.
     """
     for name in ("drafter", "slice", "prompt", "rule"):
         _check(found[name], str, name)

@@ -32,10 +32,8 @@ from foretoken.model.names import model_folder
 
 
 def open_llm(options: EvalOptions) -> LLM:
-    """The engine with the target; costs of steps are not measured, because drafts have a fixed length.
-
-    Raises:
-        ForetokenError: a model that cannot be used.
+    """The engine with the target; costs of steps are not measured, because drafts have a fixed length. Raises
+    ForetokenError: a model that cannot be used.
     """
     return LLM(
         options.target,
@@ -50,10 +48,7 @@ def open_llm(options: EvalOptions) -> LLM:
 
 def plan(options: EvalOptions, prompts: Sequence[EvalPrompt]) -> list[tuple[EvalPrompt, EvalDrafter, float]]:
     """What to run, prompt by prompt. A drafter that needs a prediction runs on the prompts that have one. With a price
-    plain decoding runs too, to be compared with.
-
-    Raises:
-        InputError: a drafter for which there is no prompt.
+    plain decoding runs too, to be compared with. Raises InputError: a drafter for which there is no prompt.
     """
     for drafter in options.settings:
         if drafter.needs_prediction and all(prompt.prediction is None for prompt in prompts):
@@ -118,10 +113,8 @@ class EvaluationRun(ABC):
 
     @abstractmethod
     def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Measure every job; `tell` receives the name of a drafter before each answer.
-
-        Raises:
-            ForetokenError: it cannot be measured, or there was no answer.
+        """Measure every job; `tell` receives the name of a drafter before each answer. Raises ForetokenError: it cannot
+        be measured, or there was no answer.
         """
 
     def _kept(self, kind: str, **about: Any) -> KeptFile:  # noqa: ANN401 - see `run_of`
@@ -175,10 +168,8 @@ class EvalRun(EvaluationRun):
         self.jobs = plan(options, prompts)
 
     def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Open the target, read the identities, measure; `tell` receives a drafter's name before each answer.
-
-        Raises:
-            ForetokenError: a model that cannot be used, a prompt that cannot be run, or an answer that failed.
+        """Open the target, read the identities, measure; `tell` receives a drafter's name before each answer. Raises
+        ForetokenError: a model that cannot be used, a prompt that cannot be run, or an answer that failed.
         """
         with open_llm(self.options) as llm:
             fitting(llm, self.prompts, self.options.chat)
@@ -215,10 +206,8 @@ def answer_seed(seed: int, prompt: EvalPrompt) -> int:
 
 
 def identities(options: EvalOptions) -> dict[str, object]:
-    """The hashes of the target and of each drafter's draft models.
-
-    Raises:
-        ModelError, StorageError: a checkpoint that cannot be read.
+    """The hashes of the target and of each drafter's draft models. Raises ModelError, StorageError: a checkpoint that
+    cannot be read.
     """
     known: dict[str, dict[str, str | None]] = {}
 
@@ -251,11 +240,7 @@ class BackendEvalRun(EvaluationRun):
     def __init__(
         self, options: BackendEvalOptions, prompts: Sequence[EvalPrompt], command: str, backend: AnsweringBackend
     ) -> None:
-        """Plan what to ask.
-
-        Raises:
-            InputError: what the backend cannot be asked, or does not report; names the field.
-        """
+        """Plan what to ask. Raises InputError: what the backend cannot be asked or does not report; names the field."""
         super().__init__(options, prompts, command)
         self.options, self.backend = options, backend
         self.identity = {"backend": options.source.identity_of(backend)}
@@ -320,11 +305,7 @@ class BackendEvalRun(EvaluationRun):
         return EvalSample(name, prompt.slice, temperature, prompt.key, "", counts, timed), is_silent
 
     def _question(self, prompt: EvalPrompt) -> Question:
-        """A prompt as the backend is asked it.
-
-        Raises:
-            InputError: token ids, messages that are not texts, or a conversation where the backend renders none.
-        """
+        """A prompt as the backend is asked it."""
         options, text = self.options, prompt.content if isinstance(prompt.content, str) else ""
         messages = (("user", text),) if text and options.chat else () if text else _pairs(prompt)
         if messages and not self.backend.capabilities.conversations:
@@ -358,11 +339,7 @@ def _restored(found: Sequence[Any]) -> tuple[EvalSample, bool]:
 
 
 def _pairs(prompt: EvalPrompt) -> tuple[tuple[str, str], ...]:
-    """The (role, content) pairs of a conversation.
-
-    Raises:
-        InputError: token ids, or a message that is no plain text, or calls a tool.
-    """
+    """The (role, content) pairs of a conversation."""
     check_no_tool_calls(prompt.name, prompt.content)
     found = text_pairs(prompt.content)
     if found is None:

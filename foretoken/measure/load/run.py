@@ -63,10 +63,7 @@ def kept_turns(
     without_effect: Iterable[str] = (),
 ) -> KeptFile:
     """The file of `options.resume`. Besides the options, prompts, machine, versions and the models of `settings` must
-    agree; `without_effect` names options that this kind of run does not read.
-
-    Raises:
-        InputError, StorageError: see `KeptFile`.
+    agree; `without_effect` names options that this kind of run does not read. Raises as `KeptFile` does.
     """
     asked = {"prompts": {name: [list(ask.prompt_ids) for ask in own] for name, own in found.items()}}
     choices = [one.choice for one in settings if one.choice is not None]
@@ -306,11 +303,7 @@ def _place(sample: BatchSample) -> tuple[str, int, str, int]:
 
 
 def restored(line: Mapping[str, Any], settings: Sequence[BatchSetting]) -> BatchSample:
-    """A sample that was written.
-
-    Raises:
-        ValueError, KeyError, TypeError: the line is none of this run's.
-    """
+    """A sample that was written. Raises ValueError, KeyError, TypeError: the line is none of this run's."""
     (setting,) = (setting for setting in settings if setting.name == line["setting"])
     turn = dict(line["turn"])
     answers = tuple(Answered(tuple(one["token_ids"]), one["greedy"], one["num_near_ties"]) for one in turn["answers"])

@@ -47,10 +47,8 @@ class Own:
         return f"{self.setting.name} {self._num_tenants}"
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt alone, timed outside the engine.
-
-        Raises:
-            ForetokenError: the engine failed, or gave no token.
+        """Answer one prompt alone, timed outside the engine. Raises ForetokenError: the engine failed, or gave no
+        token.
         """
         question = question_of(prompt, params)
         tenant, spec = self._tenant(prompt), self.way.spec_for(question)
@@ -151,19 +149,13 @@ class Other:
         self.setting = _setting(backend, drafting)
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt, with nothing that was drafted from earlier answers as far as the engine can forget it.
-
-        Raises:
-            ForetokenError: see `AnsweringBackend.answer`.
+        """Answer one prompt, with nothing that was drafted from earlier answers as far as the engine can forget it;
+        raises as `AnsweringBackend.answer` does.
         """
         return self.ask(question_of(prompt, params))
 
     def ask(self, question: Question) -> Answer:
-        """The same for a question.
-
-        Raises:
-            ForetokenError: see `AnsweringBackend.answer`.
-        """
+        """The same for a question; raises as `AnsweringBackend.answer` does."""
         self.backend.reset()
         return self.backend.answer(question, self.drafting)
 
@@ -183,11 +175,7 @@ def _setting(backend: AnsweringBackend, drafting: Drafting) -> SpeedSetting:
 
 
 def open_others(options: SpeedOptions, stack: ExitStack) -> list[AnsweringBackend]:
-    """The backends that are not our own; `stack` closes them.
-
-    Raises:
-        ForetokenError: see `open_backend`.
-    """
+    """The backends that are not our own; `stack` closes them. Raises as `open_backend` does."""
     found = []
     for name in options.backends:
         if name != LOCAL:
@@ -201,10 +189,8 @@ def open_others(options: SpeedOptions, stack: ExitStack) -> list[AnsweringBacken
 def other_contenders(
     options: SpeedOptions, backends: Sequence[AnsweringBackend], prompts: Sequence[Prompt]
 ) -> tuple[list[Contender], list[str]]:
-    """Every backend without drafting and with each of its ways; notes on what they cannot be asked.
-
-    Raises:
-        InputError: a kind of drafting that none of them has.
+    """Every backend without drafting and with each of its ways; notes on what they cannot be asked. Raises InputError:
+    a kind of drafting that none of them has.
     """
     ways = {
         backend.name: backend.draftings(options.peer_num_drafts, options.peer_lookup_num_drafts) for backend in backends

@@ -70,10 +70,8 @@ class Contender(Protocol):
         ...
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt; times are wall-clock seconds.
-
-        Raises:
-            ForetokenError: no answer; a contender that is not foretoken is then left out of the run.
+        """Answer one prompt; times are wall-clock seconds. Raises ForetokenError: no answer; a contender that is not
+        foretoken is then left out of the run.
         """
         ...
 

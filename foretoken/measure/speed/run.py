@@ -91,11 +91,7 @@ def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "for
 
 
 def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
-    """Every answer of a run; see `run_speed`.
-
-    Raises:
-        ForetokenError: see `run_speed`.
-    """
+    """Every answer of a run; raises as `run_speed` does."""
     check_out(options.out)
     prompts, notes = _prompts(options)
     torch.set_num_threads(options.num_threads)
@@ -168,11 +164,7 @@ def _fitted(
 def _contenders(
     options: SpeedOptions, engines: Mapping[str, LLM], others: Sequence[AnsweringBackend], prompts: Sequence[Prompt]
 ) -> tuple[list[Contender], list[str]]:
-    """Our settings under each of the numerics, then those of other engines; and notes on what is left out.
-
-    Raises:
-        InputError: nothing is left to measure.
-    """
+    """Our settings under each of the numerics, then those of other engines; and notes on what is left out."""
     contenders, notes = other_contenders(options, others, prompts)
     own: list[Contender] = []
     for name, llm in engines.items():

@@ -47,9 +47,6 @@ class UrlRun:
 def _kept(options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> KeptFile:
     """The file of whole loads, those that it holds already restored. A load that was interrupted is measured again:
     what its last requests met depends on all before them.
-
-    Raises:
-        InputError, StorageError: see `KeptFile`.
     """
     planned = {"requests": [[asdict(request) for request in run.requests] for run in runs]}
     file = kept_run(options.resume, "bench url", planned, options, model=model)
@@ -120,11 +117,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
 
 
 def plan_runs(options: UrlOptions) -> list[UrlRun]:
-    """The loads of a measurement: one for each rate, or that of the trace.
-
-    Raises:
-        InputError, StorageError: see `url.plan`.
-    """
+    """The loads of a measurement: one for each rate, or that of the trace; raises as `url.plan` does."""
     prompts = chosen_prompts(options)
     if options.trace is not None:
         return [UrlRun(f"trace {options.trace.name}", trace_requests(options, prompts, options.trace, options.warmup))]
@@ -158,11 +151,7 @@ async def _drive_all(endpoint: Endpoint, options: UrlOptions, runs: Sequence[Url
 
 
 async def _warm_up(endpoint: Endpoint, options: UrlOptions) -> None:
-    """Send the warm-up, one after the other; a failure among others shows again in the run.
-
-    Raises:
-        UnavailableError: all failed, so the run would measure nothing.
-    """
+    """Send the warm-up, one after the other; a failure among others shows again in the run."""
     if options.warmup:
         Console(stderr=True).line(f"warming up with {options.warmup} requests")
     samples = []
