@@ -152,9 +152,8 @@ def plain_launch(drafter: str, engine: OtherEngine, target: str, draft: str | No
     method = COUNTERPARTS.get(drafter, {}).get(engine.name)
     if method is None:
         known = ", ".join(plain_drafters(engine.name))
-        raise ConfigError(
-            "drafter", drafter, f"has no counterpart in {NAMES[engine.name]}; it takes {known} or a --head"
-        )
+        remedy = f"has no counterpart in {NAMES[engine.name]}; it takes {known} or a --head"
+        raise ConfigError("drafter", drafter, remedy)
     if drafter == "draft_model" and draft is None:
         raise ConfigError("draft", None, "drafter='draft_model' needs the folder or hub id of a draft model")
     for role, name in (("target", target), ("draft", draft or "")):

@@ -138,9 +138,8 @@ def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tu
     InputError: no prompt can be that short.
     """
     if room < 1:
-        raise InputError(
-            "max_tokens", f"{room} tokens are left for a prompt", "ask for shorter answers than the target's context"
-        )
+        remedy = "ask for shorter answers than the target's context"
+        raise InputError("max_tokens", f"{room} tokens are left for a prompt", remedy)
     fitted: list[Prompt] = []
     cut: list[str] = []
     for prompt in prompts:
@@ -182,9 +181,8 @@ def _items(path: Path, field: str) -> Iterator[_Item]:
         listed = list(enumerate(values, start=1)) if isinstance(values, list) else [(number, values)]
         for place, value in listed:
             if not isinstance(value, dict):
-                raise InputError(
-                    "prompts", f"{path}:{place}", f"must be an object with the keys of one of these formats: {_known()}"
-                )
+                remedy = f"must be an object with the keys of one of these formats: {_known()}"
+                raise InputError("prompts", f"{path}:{place}", remedy)
             yield _Item(path, place, value)
 
 

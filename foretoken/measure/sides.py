@@ -63,9 +63,8 @@ class SideOptions:
             except InputError as error:
                 raise InputError(side, backend, error.remedy) from error
             if self.target is None:
-                raise ConfigError(
-                    "target", None, f"{side}={backend} runs in this process: name the model that it loads"
-                )
+                remedy = f"{side}={backend} runs in this process: name the model that it loads"
+                raise ConfigError("target", None, remedy)
             if getattr(self, f"{side}_model") is not None:
                 remedy = f"names a model at an address, and {side} is {backend}; leave it out"
                 raise ConfigError(f"{side}_model", getattr(self, f"{side}_model"), remedy)

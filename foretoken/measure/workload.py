@@ -73,11 +73,8 @@ def slices(names: Iterable[str] = SLICES, per_slice: int = 4, corpus: Corpus | N
             raise InputError("slices", name, f"choose from {', '.join(SLICES)}")
         chosen = _of_library(name, per_slice) if own is None else _chosen(name, per_slice, own)
         if not chosen:
-            raise InputError(
-                "slices",
-                name,
-                "the standard library here has no text for it; leave it out, or give prompts of your own",
-            )
+            remedy = "the standard library here has no text for it; leave it out, or give prompts of your own"
+            raise InputError("slices", name, remedy)
         prompts.extend(chosen)
     return tuple(prompts)
 

@@ -59,11 +59,8 @@ def poisson(
     time by the rate. Raises InputError: a rate that is not above 0, or no request.
     """
     if not _MIN_RATE <= rate <= 1 / _MIN_RATE:
-        raise InputError(
-            "arrivals",
-            f"poisson:{rate:g}",
-            f"the rate must be above 0 requests per second, from {_MIN_RATE:g} to {1 / _MIN_RATE:g}",
-        )
+        remedy = f"the rate must be above 0 requests per second, from {_MIN_RATE:g} to {1 / _MIN_RATE:g}"
+        raise InputError("arrivals", f"poisson:{rate:g}", remedy)
     check_whole("requests", count, low=1, high=MAX_REQUESTS)
     rng, now, jobs = random.Random(f"arrivals {seed}"), 0.0, []
     for _ in range(count):
@@ -140,11 +137,8 @@ def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
         if drafter is None or not shares:
             continue
         if not isinstance(drafter, str) or not isinstance(name, str) or not isinstance(shares, list):
-            raise InputError(
-                f"bench row {number}",
-                row,
-                "must name a drafter and a slice, with a list of shares at acceptance_per_position",
-            )
+            remedy = "must name a drafter and a slice, with a list of shares at acceptance_per_position"
+            raise InputError(f"bench row {number}", row, remedy)
         for share in shares:
             check_number(f"bench row {number}: acceptance_per_position", share, low=0.0, high=1.0)
         known = found.setdefault(drafter, {})

@@ -160,9 +160,8 @@ def start(index: int, job: Job, setting: SimSetting, limits: Limits, seed: int, 
     """
     context = limits.max_context_tokens
     if context is not None and job.prompt_tokens >= context:
-        raise InputError(
-            "prompt_tokens", job.prompt_tokens, f"the context holds {context} tokens; a prompt at most {context - 1}"
-        )
+        remedy = f"the context holds {context} tokens; a prompt at most {context - 1}"
+        raise InputError("prompt_tokens", job.prompt_tokens, remedy)
     output_tokens = job.output_tokens if context is None else min(job.output_tokens, context - job.prompt_tokens)
     if limits.footprint_tokens(job.prompt_tokens + output_tokens) > limits.capacity_tokens:
         needed = limits.footprint_tokens(job.prompt_tokens + output_tokens)
@@ -196,8 +195,7 @@ def _source(job: Job, drafter: str, known: Known, answer: float) -> Chances | Re
     named = known.get(drafter, {})
     if job.acceptance not in named:
         names = ", ".join(sorted(named)) or "none"
-        raise InputError(
-            "acceptance", job.acceptance, f"no chances of this name were measured for {drafter}; known: {names}"
-        )
+        remedy = f"no chances of this name were measured for {drafter}; known: {names}"
+        raise InputError("acceptance", job.acceptance, remedy)
     found = named[job.acceptance]
     return found.answers[int(answer * len(found.answers))] if isinstance(found, Records) else found

@@ -333,11 +333,8 @@ def _check_header(path: Path, found: object, header: Mapping[str, Any]) -> None:
             name in before or name != "end_tokens"
         ):  # an earlier version did not write them
             of_file = name in ("kind", "target", "prompts", "end_tokens")
-            raise ConfigError(
-                "out" if of_file else name,
-                str(path) if of_file else value,
-                f"the answers in {path} were made with {name}={before.get(name)!r}; use that, or another file",
-            )
+            remedy = f"the answers in {path} were made with {name}={before.get(name)!r}; use that, or another file"
+            raise ConfigError("out" if of_file else name, str(path) if of_file else value, remedy)
 
 
 def _place(where: str, line: str) -> int:

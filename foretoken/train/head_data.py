@@ -164,9 +164,8 @@ def split_documents(
     with_answer = [(tuple(prompt), tuple(answer)) for prompt, answer in pairs if answer]
     places = {pair: place for place, pair in enumerate(dict.fromkeys(with_answer))}
     if len(places) < 2:
-        raise InputError(
-            "answers", len(places), "training needs at least two answers that differ, one of them held out"
-        )
+        remedy = "training needs at least two answers that differ, one of them held out"
+        raise InputError("answers", len(places), remedy)
     every = max(2, min(len(places), round(1 / held_out_share)))
     held_out = [pair for pair in with_answer if places[pair] % every == every - 1]
     train = [pair for pair in with_answer if places[pair] % every != every - 1]

@@ -52,9 +52,8 @@ class EagleShape:
         if self.version not in (1, 3):
             raise ConfigError("version", self.version, "use 1 (EAGLE-1 and 2) or 3 (EAGLE-3)")
         if self.version == 1 and self.taps is not None:
-            raise ConfigError(
-                "taps", self.taps, "EAGLE-1 reads the last state alone; leave them out, or take version 3"
-            )
+            remedy = "EAGLE-1 reads the last state alone; leave them out, or take version 3"
+            raise ConfigError("taps", self.taps, remedy)
         _check_counts(self, num_layers=1, intermediate_size=1)
 
 

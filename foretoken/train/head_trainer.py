@@ -171,12 +171,11 @@ class HeadTrainer(TrainingLoop):
             _, wanted = self._held_out(number)
             if wanted.shape[1] > count and bool(wanted[0, 1:].unfold(0, count, 1).all(-1).any()):
                 return
-        raise ConfigError(
-            "num_places",
-            self.config.num_places,
+        remedy = (
             f"no held-out answer of {self.data.source} has {count} tokens, so that no head could be measured: train "
-            "fewer places (train.num_places), or on longer answers",
+            "fewer places (train.num_places), or on longer answers"
         )
+        raise ConfigError("num_places", self.config.num_places, remedy)
 
     def measure(self) -> HeadAcceptance:
         """Acceptance of the head as it is, along held-out windows that are the same in every call."""
@@ -243,9 +242,8 @@ class HeadTrainer(TrainingLoop):
         del same["loss"]["chunk_rows"]  # of one calculation
         check_same(meta["config"], same, self.folder, "train.")
         if meta.get("data") != self.data.train.digest:
-            raise ConfigError(
-                "out", str(self.folder), "the run there was started with another text; use that or another folder"
-            )
+            remedy = "the run there was started with another text; use that or another folder"
+            raise ConfigError("out", str(self.folder), remedy)
         check_same(meta.get("shape", {}), self._shape(), self.folder)
         restore_state(self.folder, self.head, self.optimizers)
         self.step, self.seconds = meta["step"], meta["seconds"]

@@ -27,9 +27,8 @@ class Ranks:
     def share(self, count: int) -> range:
         """Which of `count` pieces of a batch this rank computes. Raises ConfigError: they cannot be dealt evenly."""
         if count % self.world:
-            raise ConfigError(
-                "accumulate", count, f"must be a multiple of the {self.world} processes; use {self.world}"
-            )
+            remedy = f"must be a multiple of the {self.world} processes; use {self.world}"
+            raise ConfigError("accumulate", count, remedy)
         return range(self.rank, count, self.world)
 
     def sum(self, value: Tensor) -> Tensor:

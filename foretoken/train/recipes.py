@@ -241,9 +241,8 @@ def train_lm(
     place = open_device(device)
     for name in ("length", "final_length"):
         if getattr(config, name) > CONTEXT_TOKENS:
-            raise ConfigError(
-                name, getattr(config, name), f"must be at most the model's context of {CONTEXT_TOKENS} tokens"
-            )
+            remedy = f"must be at most the model's context of {CONTEXT_TOKENS} tokens"
+            raise ConfigError(name, getattr(config, name), remedy)
     check_folder(out)  # reading the corpus takes half a minute
     if corpus is not None and not os.path.exists(corpus / "corpus.npz"):
         raise StorageError(

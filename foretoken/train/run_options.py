@@ -48,9 +48,8 @@ class TrainConfig:
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "must lie between 0 and 2**63 - 1")
         if self.batch_tokens < max(self.length, self.final_length):
-            raise ConfigError(
-                "batch_tokens", self.batch_tokens, "must hold at least one window of `final_length` tokens"
-            )
+            remedy = "must hold at least one window of `final_length` tokens"
+            raise ConfigError("batch_tokens", self.batch_tokens, remedy)
         for name in ("final_share", "decay_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "must lie between 0 and 1")

@@ -28,9 +28,8 @@ def most_frequent(counts: Tensor, size: int | None, always: Iterable[int] = ()) 
     if size is None or size == total:
         return DraftVocabulary.whole(total)
     if not max(1, len(kept)) <= size <= total:
-        raise ConfigError(
-            "draft_vocab_size", size, f"must lie between {max(1, len(kept))} (special tokens) and the target's {total}"
-        )
+        remedy = f"must lie between {max(1, len(kept))} (special tokens) and the target's {total}"
+        raise ConfigError("draft_vocab_size", size, remedy)
     rank = counts.double()
     rank[kept] = float("inf")
     return DraftVocabulary(torch.argsort(rank, descending=True, stable=True)[:size].sort().values, total)

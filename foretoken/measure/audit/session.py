@@ -169,11 +169,8 @@ class Session:
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         most = self.target.max_context_tokens - self.options.max_tokens
         if most < 1:
-            raise InputError(
-                "max_tokens",
-                self.options.max_tokens,
-                f"must be smaller than the context of {self.target.max_context_tokens} tokens",
-            )
+            remedy = f"must be smaller than the context of {self.target.max_context_tokens} tokens"
+            raise InputError("max_tokens", self.options.max_tokens, remedy)
         text = next((prompt for prompt in prompts if not isinstance(prompt, list)), None)
         if self.llm.tokenizer is None and text is not None:
             remedy = "this model folder has no tokenizer; give a file of JSON lines with token ids under prompt_ids"

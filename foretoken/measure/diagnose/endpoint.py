@@ -72,7 +72,6 @@ def ask_endpoint(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], comman
         return Reported(sum(places), places, "accepted tokens by position of /metrics", server)
     rate = ratio(overall(run.samples))
     if rate is None:
-        raise InputError(
-            "url", options.url, "drafted nothing for these prompts: is speculation on, and for this model?"
-        )
+        remedy = "drafted nothing for these prompts: is speculation on, and for this model?"
+        raise InputError("url", options.url, remedy)
     return Reported(rate * options.num_draft, (), "drafted and accepted tokens of its answers", server)

@@ -87,11 +87,8 @@ def check_comparable(
     """
     for name, value in settings.items():
         if before.settings.get(name) != value:
-            raise InputError(
-                "against",
-                f"{name}={before.settings.get(name)!r}",
-                f"acceptance depends on {name}, which is {value!r} here; measure both with the same",
-            )
+            remedy = f"acceptance depends on {name}, which is {value!r} here; measure both with the same"
+            raise InputError("against", f"{name}={before.settings.get(name)!r}", remedy)
     for kind, there, here in (
         ("drafter", {one.drafter for one in before.samples}, drafters),
         ("slice", {one.slice for one in before.samples}, slices),

@@ -162,11 +162,10 @@ class LoadOptions:
             for name in ("min_tokens_to_speculate", "max_speculating_requests")
             if getattr(self, name) != getattr(neutral, name)
         )
-        raise ConfigError(
-            name,
-            getattr(self, name),
-            "applies to settings with an adaptive number of draft tokens; add one, such as ngram-auto, or leave it out",
+        remedy = (
+            "applies to settings with an adaptive number of draft tokens; add one, such as ngram-auto, or leave it out"
         )
+        raise ConfigError(name, getattr(self, name), remedy)
 
 
 def _is_fixed(setting: str) -> bool:

@@ -111,9 +111,8 @@ def _parse(name: str, draft: str | None, policies: Policies) -> BatchSetting:
         raise ConfigError("settings", name, remedy)
     (choice,) = parse_drafters((drafter or ("ngram" if draft is None else "draft_model"),))
     if "draft" in choice.needs and draft is None:
-        raise ConfigError(
-            "draft", None, f"setting {name} needs a draft model; give its folder, or leave the setting out"
-        )
+        remedy = f"setting {name} needs a draft model; give its folder, or leave the setting out"
+        raise ConfigError("draft", None, remedy)
     if "prediction" in choice.needs:
         raise ConfigError("settings", name, "the prompts of a batch carry no prediction; leave it out")
     if choice.own("num_draft") is not None:

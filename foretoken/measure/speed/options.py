@@ -136,17 +136,15 @@ class SpeedOptions:
                     check_whole(name, number, low=1, high=1024)
         for choice in self.choices:
             if choice.required and "draft" in choice.needs and self.draft is None:
-                raise ConfigError(
-                    "draft",
-                    None,
-                    f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters",
+                remedy = (
+                    f"drafter {choice.name} needs a draft; give its folder, or leave {choice.name} out of the drafters"
                 )
+                raise ConfigError("draft", None, remedy)
         if not self.numerics or not set(self.numerics) <= set(NUMERICS):
             raise InputError("numerics", ",".join(self.numerics), f"choose from {', '.join(NUMERICS)}")
         if self.warm and self.resume is not None:
-            raise InputError(
-                "resume", str(self.resume), "what warm drafters remember is not kept; leave one of them out"
-            )
+            remedy = "what warm drafters remember is not kept; leave one of them out"
+            raise InputError("resume", str(self.resume), remedy)
         check_backends(self.backends)
         check_price(self.price_per_hour)
         check_slo(self.slo_ms, self.price_per_hour is not None)

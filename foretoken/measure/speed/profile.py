@@ -147,9 +147,6 @@ def print_profile(profile: Profile, file: Path | None) -> None:
 
 def _spec(choice: DrafterChoice, options: ProfileOptions) -> SpecConfig:
     if "draft" in choice.needs and options.draft is None:
-        raise ConfigError(
-            "draft",
-            None,
-            f"drafter {choice.label} needs a draft; give its folder, or leave {choice.name} out of the drafters",
-        )
+        remedy = f"drafter {choice.label} needs a draft; give its folder, or leave {choice.name} out of the drafters"
+        raise ConfigError("draft", None, remedy)
     return choice.spec(**({"draft": options.draft} if "draft" in choice.needs else {}))

@@ -66,9 +66,8 @@ class FleetOptions:
         if self.mtbf_h:
             check_number("mtbf_h", self.mtbf_h, low=1.0, high=1e9)
         if self.max_replicas < self.min_replicas:
-            raise ConfigError(
-                "max_replicas", self.max_replicas, f"must be at least min_replicas, which is {self.min_replicas}"
-            )
+            remedy = f"must be at least min_replicas, which is {self.min_replicas}"
+            raise ConfigError("max_replicas", self.max_replicas, remedy)
 
     @cached_property
     def traffic(self) -> Traffic:
