@@ -73,11 +73,8 @@ def check_table(checks: Sequence[Check], title: str = "") -> Table:
     """A line for each check, and below them the details of those that have some."""
     styles = tuple(None if check.result == "pass" else _STYLES[check.result] for check in checks)
     details = tuple(f"{check.name} ({check.where}): {check.detail}" for check in checks if check.detail)
-    return Table(title, _COLUMNS, tuple(map(_cells, checks)), details, _JUSTIFY, styles)
-
-
-def _cells(check: Check) -> tuple[str, ...]:
-    return (check.result, check.name, check.where, str(check.num_tokens or ""), check.found, check.demanded, check.sees)
+    lines = [(c.result, c.name, c.where, str(c.num_tokens or ""), c.found, c.demanded, c.sees) for c in checks]
+    return Table(title, _COLUMNS, tuple(lines), details, _JUSTIFY, styles)
 
 
 def equality(
@@ -106,9 +103,8 @@ def equality(
             num_beyond += 1
             continue
         apart, rounding = gap(i, place)
-        told.append(
-            f"{unit} {place}" + (f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else "")
-        )
+        why = f": {apart:.2g} apart, rounding explains {rounding:.2g}" if apart < math.inf else ""
+        told.append(f"{unit} {place}{why}")
         num_beyond += exact or not apart <= rounding
     ties = len(told) - num_beyond
     return Check(

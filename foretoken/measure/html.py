@@ -12,9 +12,8 @@ from html import escape
 from typing import Any
 
 from foretoken.files import to_json
-from foretoken.measure.plots import NUM_COLOURS, Plot, svg
+from foretoken.measure.plots import NUM_COLOURS, Plot, markup, svg
 from foretoken.measure.report import Report, Table, provenance
-from foretoken.printing.console import visible
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, darkened or lightened to 3:1 against the ground.
 _STYLE = """
@@ -47,8 +46,6 @@ svg .whisker { stroke: var(--ink); stroke-width: 1.4; } svg .line { fill: none; 
 _COLOURS = "".join(
     f"svg .line.c{n} {{ stroke: var(--c{n}); }} svg .mark.c{n} {{ fill: var(--c{n}); }}\n" for n in range(NUM_COLOURS)
 )
-
-
 PAGE_KEY = "page"  # of raw values: what a page shows beside them
 
 
@@ -64,8 +61,8 @@ def html_page(report: Report) -> str:
 
 def html_pages(title: str, reports: Sequence[Report]) -> str:
     """Several reports as one page that begins with what each of them says."""
-    said = (f'<li><a href="#run-{number}">{_text(one.heading)}</a></li>' for number, one in enumerate(reports, 1))
-    parts = [f"<h1>{_text(title)}</h1>", f"<ol>{''.join(said)}</ol>"]
+    said = (f'<li><a href="#run-{number}">{markup(one.heading)}</a></li>' for number, one in enumerate(reports, 1))
+    parts = [f"<h1>{markup(title)}</h1>", f"<ol>{''.join(said)}</ol>"]
     for number, report in enumerate(reports, 1):
         parts += [f'<section id="run-{number}">', *_parts(report, "h2", f"plot-{number}"), "</section>"]
     return _page(title, parts)
@@ -76,7 +73,7 @@ def _page(title: str, parts: Sequence[str]) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}{_COLOURS}</style>\n</head>\n"
+        f"<title>{markup(title)}</title>\n<style>{_STYLE}{_COLOURS}</style>\n</head>\n"
     )
     return f"{head}<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
 
@@ -85,14 +82,14 @@ def _parts(report: Report, level: str, plot_name: str) -> list[str]:
     state = f' class="{"passed" if report.passed else "failed"}"' if report.verdict else ""
     raw = escape(to_json(raw_values(report)), quote=False)
     return [
-        f"<{level}{state}>{_text(report.heading)}</{level}>",
-        f"<pre>{_text(report.command)}</pre>",
-        f"<dl>{''.join(f'<dt>{name}</dt><dd>{_text(text)}</dd>' for name, text in provenance(report).items())}</dl>",
+        f"<{level}{state}>{markup(report.heading)}</{level}>",
+        f"<pre>{markup(report.command)}</pre>",
+        f"<dl>{''.join(f'<dt>{name}</dt><dd>{markup(text)}</dd>' for name, text in provenance(report).items())}</dl>",
         *([f"<p>{_prose(report.explained)}</p>"] if report.explained else []),
         *([f"<ul>{''.join(f'<li>{_prose(line)}</li>' for line in report.caveats)}</ul>"] if report.caveats else []),
         *(_figure(plot, f"{plot_name}-{number}") for number, plot in enumerate(report.plots, 1) if plot.places),
         *(_section(table) for table in report.tables),
-        *(f"<p>{_text(line)}</p>" for line in report.conclusions),
+        *(f"<p>{markup(line)}</p>" for line in report.conclusions),
         f'<details><summary>Raw values</summary><pre class="raw">{raw}</pre></details>',
     ]
 
@@ -100,36 +97,30 @@ def _parts(report: Report, level: str, plot_name: str) -> list[str]:
 def _figure(plot: Plot, name: str) -> str:
     values = _table(Table(plot.title, ("setting", *plot.places), tuple(plot.rows)))
     return (
-        f"<figure>\n<figcaption>{_text(plot.title)}</figcaption>\n{svg(plot, name)}\n"
+        f"<figure>\n<figcaption>{markup(plot.title)}</figcaption>\n{svg(plot, name)}\n"
         f'<details><summary>Values</summary><div class="wide" tabindex="0">{values}</div></details>\n</figure>'
     )
 
 
 def _section(table: Table) -> str:
-    title = f"<h2>{_text(table.title)}</h2>\n" if table.title else ""
-    return f'{title}<div class="wide" tabindex="0">{_table(table)}</div>' + "".join(
-        f"\n<p>{_text(note)}</p>" for note in table.notes
-    )
+    title = f"<h2>{markup(table.title)}</h2>\n" if table.title else ""
+    notes = "".join(f"\n<p>{markup(note)}</p>" for note in table.notes)
+    return f'{title}<div class="wide" tabindex="0">{_table(table)}</div>{notes}'
 
 
 def _table(table: Table) -> str:
     sides = [table.justify[min(place, len(table.justify) - 1)] for place in range(len(table.headings))]
-    head = "".join(
-        f'<th scope="col" class="{side}">{_text(text)}</th>' for side, text in zip(sides, table.headings, strict=True)
-    )
+    named = zip(sides, table.headings, strict=True)
+    head = "".join(f'<th scope="col" class="{side}">{markup(text)}</th>' for side, text in named)
     rows = []
     for line, style in itertools.zip_longest(table.lines, table.styles[: len(table.lines)]):
         kind = ' class="fail"' if style is not None and "red" in style else ""
-        cells = "".join(f'<td class="{side}">{_text(text)}</td>' for side, text in zip(sides, line, strict=True))
+        cells = "".join(f'<td class="{side}">{markup(text)}</td>' for side, text in zip(sides, line, strict=True))
         rows.append(f"<tr{kind}>{cells}</tr>")
-    name = f' aria-label="{_text(table.title)}"' if table.title else ""
+    name = f' aria-label="{markup(table.title)}"' if table.title else ""
     return f"<table{name}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _prose(text: str) -> str:
     """Text whose words in backticks are code, as in Markdown."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", _text(text))
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))
+    return re.sub("`([^`]+)`", r"<code>\1</code>", markup(text))

@@ -15,10 +15,9 @@ from typing import Any
 from foretoken.errors import InputError
 from foretoken.files import read_text, replace_text, to_json
 from foretoken.measure.html import PAGE_KEY, html_pages
-from foretoken.measure.report import Report
+from foretoken.measure.report import ABOUT, Report
 
 _RAW = re.compile(r'<pre class="raw">(.*?)</pre>', re.DOTALL)
-_OF_REPORT = ("command", "machine", "versions", "options", "caveats", "date", "files")
 _DEFAULTS: Mapping[str, Any] = {"options": {}, "caveats": [], "files": []}
 _LARGEST = 1e300  # of a number in a plot, whose axis is a little longer
 
@@ -56,8 +55,8 @@ def _refused(run: Path) -> InputError:
 
 
 def _report(raw: Mapping[str, Any]) -> Report:
-    results = {name: value for name, value in raw.items() if name not in (*_OF_REPORT, PAGE_KEY)}
-    values = _DEFAULTS | raw[PAGE_KEY] | {name: raw[name] for name in _OF_REPORT if name in raw} | {"results": results}
+    results = {name: value for name, value in raw.items() if name not in (*ABOUT, PAGE_KEY)}
+    values = _DEFAULTS | raw[PAGE_KEY] | {name: raw[name] for name in ABOUT if name in raw} | {"results": results}
     report: Report = _made(Report, values)
     for table in report.tables:
         widths = {len(table.headings), *map(len, table.lines)}

@@ -88,7 +88,7 @@ def svg(plot: Plot, name: str) -> str:
     return (
         f'<svg role="img" aria-labelledby="{name}-title {name}-about" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" height="{height:.0f}">'
-        f'<title id="{name}-title">{_text(plot.title)}</title><desc id="{name}-about">{_text(about)}</desc>'
+        f'<title id="{name}-title">{markup(plot.title)}</title><desc id="{name}-about">{markup(about)}</desc>'
         f"{''.join(parts)}</svg>"
     )
 
@@ -134,11 +134,8 @@ def _bar(name: str, point: Point, left: float, y: float, scale: _Scale) -> list[
         low, high = (left + scale.at(point.value if end is None else end) for end in (point.low, point.high))
         middle = y - _BAR / 2 + 2
         parts.append(_stroke(low, middle, high, middle, "whisker"))
-        parts += [
-            _stroke(x, middle - 3, x, middle + 3, "whisker")
-            for x, known in ((low, point.low), (high, point.high))
-            if known is not None
-        ]
+        known = [x for x, end in ((low, point.low), (high, point.high)) if end is not None]
+        parts += [_stroke(x, middle - 3, x, middle + 3, "whisker") for x in known]
     return parts
 
 
@@ -212,12 +209,13 @@ def _stroke(x: float, y: float, to_x: float, to_y: float, kind: str) -> str:
 
 
 def _words(x: float, y: float, text: str, kind: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{_text(_label(text))}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{markup(_label(text))}</text>'
 
 
 def _label(text: str) -> str:
     return text if len(text) <= _MAX_LABEL else text[: _MAX_LABEL - 1] + "…"
 
 
-def _text(text: str) -> str:
+def markup(text: str) -> str:
+    """A text as it stands in a page."""
     return escape(visible(text))

@@ -50,16 +50,12 @@ def price_rows(
         return ()
     known = [(place, setting, speed) for place, setting, speed in measured if speed is not None]
     base = {place: speed for place, setting, speed in known if setting == plain and speed}
-    return tuple(
-        PriceRow(
-            place,
-            setting,
-            speed,
-            million_price(price_per_hour, 1 / speed) if speed else None,
-            base[place] / speed - 1 if speed and place in base and setting != plain else None,
-        )
-        for place, setting, speed in known
-    )
+    found = []
+    for place, setting, speed in known:
+        price = million_price(price_per_hour, 1 / speed) if speed else None
+        change = base[place] / speed - 1 if speed and place in base and setting != plain else None
+        found.append(PriceRow(place, setting, speed, price, change))
+    return tuple(found)
 
 
 def price_tables(rows: Iterable[PriceRow], heading: str, note: str, slo_ms: float | None = None) -> tuple[Table, ...]:

@@ -63,19 +63,30 @@ class _Item:
     def place(self) -> str:
         return f"{self.path}:{self.number}"
 
+    def refused(self, remedy: str) -> InputError:
+        return InputError("prompts", self.place, remedy)
+
     def text(self, key: str, may_be_empty: bool = False) -> str:
         value = self.values.get(key)
         if not isinstance(value, str) or not (value or may_be_empty):
-            raise InputError(
-                "prompts",
-                self.place,
-                f'"{key}" must be a text' + ("" if may_be_empty else " of at least one character"),
-            )
+            raise self.refused(f'"{key}" must be a text' + ("" if may_be_empty else " of at least one character"))
         return value
 
-    def name(self, key: str | None = None, group: str = "") -> str:
+    def name(self, key: str = "", group: str = "") -> str:
         number = self.values.get(key, self.number) if key else self.number
         return f"{self.path.stem}{group}:{str(number).rsplit('/', 1)[-1]}"
+
+    @property
+    def own_name(self) -> str:
+        return self.text("name") if "name" in self.values else self.name()
+
+    @property
+    def slice(self) -> str:
+        return self.text("slice") if "slice" in self.values else self.path.stem
+
+    @property
+    def prediction(self) -> str | None:
+        return self.text("prediction") if self.values.get("prediction") is not None else None
 
 
 def prompt_files(path: Path) -> list[Path]:
@@ -140,19 +151,10 @@ def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tu
     if room < 1:
         remedy = "ask for shorter answers than the target's context"
         raise InputError("max_tokens", f"{room} tokens are left for a prompt", remedy)
-    fitted: list[Prompt] = []
-    cut: list[str] = []
-    for prompt in prompts:
-        text = _cut(prompt.text, count, room)
-        fitted.append(prompt if text == prompt.text else replace(prompt, text=text))
-        if text != prompt.text:
-            cut.append(prompt.name)
-    notes = (
-        [f"Cut in the middle to {room} tokens, to fit the target's context with the answer: {', '.join(cut)}."]
-        if cut
-        else []
-    )
-    return tuple(fitted), notes
+    fitted = tuple(replace(prompt, text=_cut(prompt.text, count, room)) for prompt in prompts)
+    cut = [prompt.name for prompt, short in zip(prompts, fitted, strict=True) if short.text != prompt.text]
+    note = f"Cut in the middle to {room} tokens, to fit the target's context with the answer: {', '.join(cut)}."
+    return fitted, [note] if cut else []
 
 
 def _cut(text: str, count: Callable[[str], int], room: int) -> str:
@@ -190,7 +192,7 @@ def _prompt(item: _Item) -> Prompt | None:
     for keys, make in _FORMATS:
         if all(key in item.values for key in keys):
             return make(item)
-    raise InputError("prompts", item.place, f"has the keys {', '.join(item.values)}; known formats: {_known()}")
+    raise item.refused(f"has the keys {', '.join(item.values)}; known formats: {_known()}")
 
 
 def _known() -> str:
@@ -198,13 +200,8 @@ def _known() -> str:
 
 
 def _own(item: _Item) -> Prompt:
-    prediction = item.text("prediction") if item.values.get("prediction") is not None else None
-    name = item.text("name") if "name" in item.values else item.name()
-    return Prompt(name, _slice(item), item.text("prompt"), prediction=prediction, **asked_of(item.place, item.values))
-
-
-def _slice(item: _Item) -> str:
-    return item.text("slice") if "slice" in item.values else item.path.stem
+    asked = asked_of(item.place, item.values)
+    return Prompt(item.own_name, item.slice, item.text("prompt"), prediction=item.prediction, **asked)
 
 
 def asked_of(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +227,7 @@ def _pairs(item: _Item, messages: object) -> tuple[tuple[str, str], ...]:
         isinstance(one, dict) and isinstance(one.get("role"), str) and message_text(one) is not None for one in messages
     )
     if not fit or not messages:
-        raise InputError("prompts", item.place, '"messages" must be a list of objects with "role" and "content"')
+        raise item.refused('"messages" must be a list of objects with "role" and "content"')
     assert isinstance(messages, list)
     return tuple((one["role"], message_text(one) or "") for one in messages)
 
@@ -246,30 +243,28 @@ def _conversation(item: _Item) -> Prompt:
     check_no_tools(item.place, item.values)
     pairs = _pairs(item, item.values["messages"])
     asked = pairs[: len(asked_messages(item.place, item.values["messages"]))]
-    prediction = item.text("prediction") if item.values.get("prediction") is not None else None
-    name = item.text("name") if "name" in item.values else item.name()
     continuation = pairs[-1][1] if len(asked) < len(pairs) else None
-    return Prompt(name, _slice(item), "", continuation, prediction, asked, **asked_of(item.place, item.values))
+    more = asked_of(item.place, item.values)
+    return Prompt(item.own_name, item.slice, "", continuation, item.prediction, asked, **more)
 
 
 def _batch_request(item: _Item) -> Prompt:
     body, name = item.values["body"], item.text("custom_id")
     if not isinstance(body, dict):
-        raise InputError("prompts", item.place, '"body" must be the object that the request was sent with')
+        raise item.refused('"body" must be the object that the request was sent with')
     check_no_tools(item.place, body)
     asked = asked_of(item.place, body)
     text = body.get("prompt", body.get("input"))
     if "messages" in body:
-        return Prompt(name, _slice(item), "", messages=_pairs(item, body["messages"]), **asked)
+        return Prompt(name, item.slice, "", messages=_pairs(item, body["messages"]), **asked)
     if not isinstance(text, str) or not text:
-        remedy = '"body" must hold "messages", or a text of at least one character as "prompt" or "input"'
-        raise InputError("prompts", item.place, remedy)
-    return Prompt(name, _slice(item), text, **asked)
+        raise item.refused('"body" must hold "messages", or a text of at least one character as "prompt" or "input"')
+    return Prompt(name, item.slice, text, **asked)
 
 
 def _trace_text(key: str) -> Callable[[_Item], Prompt]:
     def make(item: _Item) -> Prompt:
-        return Prompt(item.name(), _slice(item), item.text(key), **asked_of(item.place, item.values))
+        return Prompt(item.name(), item.slice, item.text(key), **asked_of(item.place, item.values))
 
     return make
 
@@ -279,44 +274,37 @@ def _trace_session(item: _Item) -> Prompt:
     turns = item.values["turns"]
     texts = [turn.get("text") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise InputError("prompts", item.place, '"turns" must be a list of objects with a "text"')
+        raise item.refused('"turns" must be a list of objects with a "text"')
     roles = [str(turn.get("role") or "user") for turn in turns]
     count = 2 if roles[0] == "system" and len(turns) > 1 else 1
     pairs = tuple((role, str(text)) for role, text in zip(roles[:count], texts[:count], strict=True))
-    return Prompt(item.name("session_id"), _slice(item), "", messages=pairs, **asked_of(item.place, turns[count - 1]))
+    return Prompt(item.name("session_id"), item.slice, "", messages=pairs, **asked_of(item.place, turns[count - 1]))
 
 
 def _lengths_only(item: _Item) -> Prompt:
-    remedy = (
+    raise item.refused(
         "is a trace of lengths without texts, and acceptance depends on texts: give a file with text_input or prompt"
     )
-    raise InputError("prompts", item.place, remedy)
 
 
 def _spec_bench(item: _Item) -> Prompt:
     category, turns = item.text("category"), item.values["turns"]
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        raise InputError("prompts", item.place, '"turns" must be a list of texts; the first one is the prompt')
-    return Prompt(
-        item.name("question_id", f"/{category}"), _SLICE_OF_CATEGORY.get(category, category), turns[0].rstrip()
-    )
+        raise item.refused('"turns" must be a list of texts; the first one is the prompt')
+    name = item.name("question_id", f"/{category}")
+    return Prompt(name, _SLICE_OF_CATEGORY.get(category, category), turns[0].rstrip())
 
 
 def _human_eval(item: _Item) -> Prompt:
-    return without_trailing_space(
-        Prompt(item.name("task_id"), "code", item.text("prompt"), item.text("canonical_solution"))
-    )
+    prompt = Prompt(item.name("task_id"), "code", item.text("prompt"), item.text("canonical_solution"))
+    return without_trailing_space(prompt)
 
 
 def _mbpp(item: _Item) -> Prompt:
     tests = item.values.get("test_list")
-    lines = [item.text("text"), *(str(test) for test in tests)] if isinstance(tests, list) else [item.text("text")]
-    return Prompt(
-        item.name("task_id"),
-        "code",
-        '"""\n' + "\n".join(lines) + '\n"""',
-        "\n" + item.text("code").replace("\r\n", "\n"),
-    )
+    lines = [item.text("text"), *(map(str, tests) if isinstance(tests, list) else ())]
+    text, answer = '"""\n' + "\n".join(lines) + '\n"""', "\n" + item.text("code").replace("\r\n", "\n")
+    return Prompt(item.name("task_id"), "code", text, answer)
 
 
 def _edit(item: _Item) -> Prompt:
@@ -337,18 +325,16 @@ def _gsm8k(item: _Item) -> Prompt:
 
 def _tool_call(item: _Item) -> Prompt | None:
     turns = item.values["conversations"]
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
-    ):
-        raise InputError("prompts", item.place, '"conversations" must be a list of objects with "from" and "value"')
+    fit = isinstance(turns, list) and all(isinstance(one, dict) and isinstance(one.get("value"), str) for one in turns)
+    if not fit:
+        raise item.refused('"conversations" must be a list of objects with "from" and "value"')
     call = next((place for place, turn in enumerate(turns) if turn.get("from") == "function_call"), None)
     if call is None:
         return None
     lines = [f"Functions: {item.values['tools']}"] if item.values.get("tools") else []
-    lines += [
-        f"{_SPEAKERS.get(str(turn.get('from')), str(turn.get('from')))}: {turn['value'].strip()}"
-        for turn in turns[:call]
-    ]
+    for turn in turns[:call]:
+        speaker = str(turn.get("from"))
+        lines.append(f"{_SPEAKERS.get(speaker, speaker)}: {turn['value'].strip()}")
     return Prompt(item.name(), "json", "\n".join([*lines, "Call:"]), f" {turns[call]['value']}")
 
 
@@ -394,12 +380,7 @@ def _text(prompt: Prompt, llm: LLM) -> str:
     """
     messages = messages_of(prompt)
     text, ids = llm.render_chat(messages), llm.encode_chat(messages)
-    for cut in (0, *_ends_of_first_tokens(text)):
+    for cut in (0, *(place + 1 for place, letter in enumerate(text[:64]) if letter in ">]")):  # <s>, <|begin_of_text|>
         if llm.encode(text[cut:]) == ids:
             return text[cut:]
     raise InputError("prompts", prompt.name, "as a text it has other tokens than as messages; give it as a text")
-
-
-def _ends_of_first_tokens(text: str) -> list[int]:
-    """Places at which a begin-of-text token such as <s> or <|begin_of_text|> may end."""
-    return [place + 1 for place, letter in enumerate(text[:64]) if letter in ">]"]

@@ -17,6 +17,8 @@ from foretoken.printing import console as pages
 from foretoken.printing.console import Console
 
 _BUSY_LOAD = 0.9  # load average per core
+ABOUT = ("command", "machine", "versions", "options", "caveats", "date", "files")  # of a report, beside its results
+_ON_PAGES = ("title", "tables", "explained", "conclusions", "verdict", "passed", "plots")
 
 
 def now() -> str:
@@ -81,14 +83,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without tables and plots, which repeat the rows; None where not finite."""
-        names = ("command", "machine", "versions", "options", "caveats", "date", "files")
-        found = {name: as_plain(getattr(self, name)) for name in names}
+        found = {name: as_plain(getattr(self, name)) for name in ABOUT}
         return found | {str(name): as_plain(value) for name, value in self.results.items()}
 
     def page_values(self) -> dict[str, Any]:
         """What a page shows beside `as_dict`, as plain values: with both the report can be made again."""
-        names = ("title", "tables", "explained", "conclusions", "verdict", "passed", "plots")
-        return {name: as_plain(getattr(self, name)) for name in names}
+        return {name: as_plain(getattr(self, name)) for name in _ON_PAGES}
 
     def json_line(self) -> str:
         """The report as one line of JSON."""

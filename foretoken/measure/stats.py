@@ -69,6 +69,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    @staticmethod
+    def of(value: float, found: Interval | None) -> Estimate:
+        """A figure with its interval."""
+        return Estimate(value) if found is None else Estimate(value, found.low, found.high)
+
 
 def ratio_text(found: Estimate) -> str:
     """A ratio with its interval."""
@@ -193,8 +198,7 @@ def _used(counts: Counts) -> Counts:
 
 def estimate(counts: Counts) -> Estimate:
     """The ratio of totals with its interval."""
-    value, found = ratio(counts) or 0.0, ratio_interval(counts)
-    return Estimate(value) if found is None else Estimate(value, found.low, found.high)
+    return Estimate.of(ratio(counts) or 0.0, ratio_interval(counts))
 
 
 # ---- two settings on the same prompts
@@ -288,8 +292,7 @@ def quantile_estimate(groups: Sequence[Sequence[float]], share: float) -> Estima
     if len(groups) < MIN_GROUPS:
         return Estimate(value)
     size = _effective_size(owners, place + 1, share)
-    low: float | None = None
-    high: float | None = None
+    low = high = None
     if (1 - share) ** size <= TAIL:
         low = float(values[_place(beta_quantile(TAIL, share * size, (1 - share) * size + 1), len(values))])
     if share**size <= TAIL:
@@ -314,8 +317,7 @@ def quantile_ratio(base: Sequence[Sequence[float]], own: Sequence[Sequence[float
         return Estimate(value)
     weights = drawn(len(kept))
     above, below = (_weighted_quantiles(side, weights, share) for side in sides)
-    found = expanded_interval(_quotients(above, below), len(kept))
-    return Estimate(value) if found is None else Estimate(value, found.low, found.high)
+    return Estimate.of(value, expanded_interval(_quotients(above, below), len(kept)))
 
 
 def _weighted_quantiles(blocks: Sequence[Sequence[float]], weights: Array, share: float) -> Array:

@@ -96,9 +96,8 @@ def _held_out_documents() -> list[Document]:
     for module in sorted(HELD_OUT_MODULES):
         files = [root / f"{module}.py"] if (root / f"{module}.py").is_file() else sorted((root / module).rglob("*.py"))
         for path in files:
-            found.extend(
-                documents(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8").replace("\r\n", "\n"))
-            )
+            text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+            found.extend(documents(path.relative_to(root).as_posix(), text))
     return found
 
 
@@ -120,12 +119,8 @@ def _code(held_out: Sequence[Document]) -> Iterator[Prompt]:
         body = _offset(document.text, node.body[0].lineno)
         if body < _PROMPT_CHARS:
             continue
-        yield Prompt(
-            f"{document.name}:{node.name}",
-            "code",
-            _tail(document.text[:body], _PROMPT_CHARS),
-            _rest(document.text, body, node),
-        )
+        name, rest = f"{document.name}:{node.name}", _rest(document.text, body, node)
+        yield Prompt(name, "code", _tail(document.text[:body], _PROMPT_CHARS), rest)
 
 
 def _docstring(held_out: Sequence[Document]) -> Iterator[Prompt]:
@@ -134,30 +129,21 @@ def _docstring(held_out: Sequence[Document]) -> Iterator[Prompt]:
         if doc is None or len(doc.split()) < 2 * _DOC_WORDS:
             continue
         words = " ".join(doc.split()[:_DOC_WORDS])
-        start = _offset(document.text, _first_line(node))
+        start = _offset(document.text, min([node.lineno, *(one.lineno for one in node.decorator_list)]))
         at = document.text.find(words, start)
         if at < 0:  # the words stand on several lines, or hold escapes
             continue
         cut = at + len(words)
-        yield Prompt(
-            f"{document.name}:{node.name}",
-            "docstring",
-            _tail(document.text[:start], _CONTEXT_CHARS) + document.text[start:cut],
-            _rest(document.text, cut, node),
-        )
+        text = _tail(document.text[:start], _CONTEXT_CHARS) + document.text[start:cut]
+        yield Prompt(f"{document.name}:{node.name}", "docstring", text, _rest(document.text, cut, node))
 
 
 def _edit(held_out: Sequence[Document]) -> Iterator[Prompt]:
     for number, document in enumerate(held_out):
         head, found, answer = document.text.partition(_AFTER)
         if document.slice == "edit" and found and len(head) <= 2 * _PROMPT_CHARS:
-            yield Prompt(
-                f"{document.name}:edit{number}",
-                "edit",
-                head + found,
-                answer,
-                prediction=head.partition(_BEFORE)[2] + "\n",
-            )
+            before = head.partition(_BEFORE)[2] + "\n"
+            yield Prompt(f"{document.name}:edit{number}", "edit", head + found, answer, prediction=before)
 
 
 def _json(held_out: Sequence[Document]) -> Iterator[Prompt]:
@@ -206,10 +192,6 @@ def _tree(document: Document) -> ast.Module | None:
         return None
 
 
-def _first_line(node: ast.FunctionDef) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
 def _offset(text: str, line: int) -> int:
     """Character at which line number `line` (from 1) begins."""
     return sum(len(piece) for piece in text.splitlines(keepends=True)[: line - 1])
@@ -228,12 +210,12 @@ def _tail(text: str, limit: int) -> str:
 
 def _spread(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
     """The first `count` prompts, one module after the other; long answers and then a fixed hash decide the order."""
-    ranked = in_turns(
-        sorted(prompts, key=lambda p: (len(p.continuation or "") < _ANSWER_CHARS, zlib.crc32(p.name.encode()), p.name)),
-        source_of,
-    )
-    ranked.sort(key=lambda p: len(p.continuation or "") < _ANSWER_CHARS)  # stable: keeps the turns
-    return ranked[:count]
+
+    def is_short(prompt: Prompt) -> bool:
+        return len(prompt.continuation or "") < _ANSWER_CHARS
+
+    ranked = sorted(prompts, key=lambda p: (is_short(p), zlib.crc32(p.name.encode()), p.name))
+    return sorted(in_turns(ranked, source_of), key=is_short)[:count]  # stable: keeps the turns
 
 
 def source_of(prompt: Prompt) -> str:

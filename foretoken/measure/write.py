@@ -83,6 +83,12 @@ def free_path(folder: Path, date: str, name: str, suffixes: Sequence[str] = (".j
     return folder / f"{stem}.json"
 
 
+def check_result(out: Path | None, name: str) -> None:
+    """`check_name` and `check_out`: what options say of where a result goes."""
+    check_name(name)
+    check_out(out)
+
+
 def check_name(name: str) -> None:
     """Refuse a result name that is not a plain file name. Raises InputError: other characters than letters, digits,
     `.`, `_` and `-`.

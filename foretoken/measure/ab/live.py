@@ -34,7 +34,7 @@ from foretoken.measure.options import NAME_OPTION, OUT_OPTION, setting
 from foretoken.measure.report import Report, Table
 from foretoken.measure.sequential import MIN_BLOCKS
 from foretoken.measure.stats import Array, ratio_text
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option
 from foretoken.params import check_number, check_whole
 
@@ -219,8 +219,7 @@ class LiveOptions:
         if self.washout_s >= self.block_s:
             raise ConfigError("washout_s", self.washout_s, f"must be less than block_s, which is {self.block_s:g}")
         check_number("margin", self.margin, 0.0, 1.0, open_low=True)
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)
 
 
 def turn_at(options: LiveOptions, elapsed_s: float) -> LiveTurn:

@@ -19,7 +19,7 @@ from foretoken.measure.options import (
     setting,
 )
 from foretoken.measure.sides import SideOptions
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
@@ -84,8 +84,7 @@ class AbOptions(SideOptions):
         for price in self.price_per_hour or ():
             check_price(price)
         check_slo(self.slo_ms, self.price_per_hour is not None)
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)
 
     @property
     def prices(self) -> tuple[float, float] | None:

@@ -29,7 +29,7 @@ from foretoken.measure.options import (
     setting,
 )
 from foretoken.measure.url.plan import UrlOptions
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
@@ -127,8 +127,7 @@ class AdviseOptions:
         if self.slo_ms is not None:
             check_number("slo_ms", self.slo_ms, 0.0, MAX_SLO_MS, open_low=True)
         check_price(self.price_per_hour)
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)
 
     def _check_url(self) -> None:
         """The address can be asked, and nothing is given that only our own engine reads."""

@@ -14,7 +14,7 @@ from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
 from foretoken.measure.asked import BackendSource
 from foretoken.measure.options import NAME_OPTION, OUT_OPTION, resume_option, setting
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import check_fields, same_option
 from foretoken.params import check_temperatures, check_whole
 
@@ -63,8 +63,7 @@ class AuditOptions:
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**63)
         check_temperatures("temperatures", self.temperatures)
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)
 
     @property
     def sampled(self) -> tuple[float, ...]:
@@ -146,8 +145,7 @@ class BackendAuditOptions:
         check_whole("max_tokens", self.max_tokens, low=2)
         check_whole("seed", self.seed, low=0, high=2**62)
         check_temperatures("temperatures", self.temperatures)
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)
 
     @property
     def sampled(self) -> tuple[float, ...]:

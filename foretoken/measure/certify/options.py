@@ -17,7 +17,7 @@ from foretoken.measure.options import (
     setting,
 )
 from foretoken.measure.sides import SideOptions
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import check_fields
 from foretoken.params import check_number, check_whole
 
@@ -67,5 +67,4 @@ class CertifyOptions(SideOptions):
         for kind in self.only:
             if kind not in KINDS:
                 raise InputError("only", kind, f"choose from {', '.join(KINDS)}")
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)

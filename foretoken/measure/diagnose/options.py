@@ -18,7 +18,7 @@ from foretoken.measure.options import (
     resume_option,
     setting,
 )
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import check_fields, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
@@ -66,5 +66,4 @@ class DiagnoseOptions:
             check_address("url", self.url)
         elif self.model is not None:
             raise ConfigError("model", self.model, "names a model at --url; give that, or leave it out")
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)

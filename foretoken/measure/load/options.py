@@ -31,7 +31,7 @@ from foretoken.measure.options import (
 )
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.workload import MAX_PROMPTS
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option, same_option
 from foretoken.params import check_limits, check_share, check_whole, is_count
 
@@ -136,8 +136,7 @@ class LoadOptions:
         check_share("cache_reserve", self.cache_reserve)
         self._check_routing()
         check_price(self.price_per_hour)
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)
 
     @property
     def routing(self) -> RoutingRules:

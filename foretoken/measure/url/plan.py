@@ -27,7 +27,7 @@ from foretoken.measure.options import (
 )
 from foretoken.measure.prompts import choose, read_prompts
 from foretoken.measure.workload import SLICES, Prompt, slices
-from foretoken.measure.write import check_name, check_out
+from foretoken.measure.write import check_result
 from foretoken.option import option
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
@@ -110,8 +110,7 @@ class UrlOptions:
         for name in ("model", "key_variable"):
             if getattr(self, name) == "":
                 raise InputError(name, "", "must not be empty; leave it out")
-        check_name(self.name)
-        check_out(self.out)
+        check_result(self.out, self.name)
 
     @property
     def base(self) -> str:
