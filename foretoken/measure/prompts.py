@@ -32,7 +32,7 @@ from foretoken.engine.prompts import asked_messages, check_no_tool_calls, check_
 from foretoken.errors import InputError, StorageError
 from foretoken.files import parse_json, read_text
 from foretoken.measure.options import ALL
-from foretoken.measure.workload import Prompt, in_turns, source_of, without_trailing_space
+from foretoken.measure.workload import SLICES, Prompt, in_turns, slices, source_of, without_trailing_space
 from foretoken.params import TEMPERATURES, check_number, check_whole
 
 if TYPE_CHECKING:
@@ -115,15 +115,15 @@ def read_prompts(path: Path, field: str = "prompts") -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
+def choose(prompts: Sequence[Prompt], names: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
     """At most `per_slice` prompts of every wanted slice, taken in turn from its files and categories; a note on what
     was left out. Raises InputError: a slice that no prompt belongs to.
     """
     found = dict.fromkeys(prompt.slice for prompt in prompts)
-    for name in slices:
+    for name in names:
         if name != ALL and name not in found:
             raise InputError("slices", name, f"the prompts have {', '.join(found)}; or take {ALL}")
-    wanted = list(found) if ALL in slices else list(dict.fromkeys(slices))
+    wanted = list(found) if ALL in names else list(dict.fromkeys(names))
     chosen: list[Prompt] = []
     counts: list[str] = []
     for name in wanted:
@@ -133,6 +133,13 @@ def choose(prompts: Sequence[Prompt], slices: Sequence[str], per_slice: int) -> 
             counts.append(f"{name} {per_slice} of {len(own)}")
     notes = [f"Prompts measured (prompts_per_slice={per_slice}): {', '.join(counts)}."] if counts else []
     return tuple(chosen), notes
+
+
+def prompts_or_library(path: Path | None, names: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
+    """`choose` from a file or folder of prompts, or from the library where `path` is None."""
+    if path is not None:
+        return choose(read_prompts(path), names, per_slice)
+    return slices(SLICES if ALL in names else names, per_slice), []
 
 
 def check_room(field: str, name: str, num_tokens: int, most: int) -> None:

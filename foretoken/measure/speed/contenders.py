@@ -88,9 +88,8 @@ def own_contenders(
             continue
         if where is not None:
             left_out = dict.fromkeys(prompt.slice for prompt in prompts if prompt.slice not in where)
-            notes.append(
-                f"{choice.label} was not measured on {', '.join(left_out)}: these prompts carry no prediction."
-            )
+            names = ", ".join(left_out)
+            notes.append(f"{choice.label} was not measured on {names}: these prompts carry no prediction.")
         try:
             found |= {contender.setting: contender for contender in _sweep(choice, options, llm, where, numerics)}
         except ConfigError as error:
@@ -103,10 +102,8 @@ def own_contenders(
 def _slices_of(choice: DrafterChoice, prompts: Sequence[Prompt]) -> tuple[str, ...] | None:
     """The slices that the drafter can run on (None: all); one that needs a prediction needs it in every prompt."""
     names = dict.fromkeys(prompt.slice for prompt in prompts)
-    able = tuple(
-        name for name in names if all(prompt.prediction is not None for prompt in prompts if prompt.slice == name)
-    )
-    return able if "prediction" in choice.needs and len(able) < len(names) else None
+    unable = {prompt.slice for prompt in prompts if prompt.prediction is None}
+    return tuple(name for name in names if name not in unable) if "prediction" in choice.needs and unable else None
 
 
 def _sweep(
@@ -146,7 +143,17 @@ class Other:
 
     def __init__(self, backend: AnsweringBackend, drafting: Drafting) -> None:
         self.backend, self.drafting = backend, drafting
-        self.setting = _setting(backend, drafting)
+        number = "" if drafting.num_draft is None else str(drafting.num_draft)
+        self.setting = SpeedSetting(
+            name="-".join(filter(None, (backend.name, drafting.kind, drafting.options, number))),
+            engine=backend.name,
+            drafter=drafting.kind,
+            num_draft="auto" if drafting.num_draft is None and drafting.kind is not None else drafting.num_draft,
+            options=drafting.options,
+            counterpart=drafting.counterpart,
+            free=drafting.is_free,
+            samples=backend.capabilities.sampling,
+        )
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Answer one prompt, with nothing that was drafted from earlier answers as far as the engine can forget it;
@@ -158,20 +165,6 @@ class Other:
         """The same for a question; raises as `AnsweringBackend.answer` does."""
         self.backend.reset()
         return self.backend.answer(question, self.drafting)
-
-
-def _setting(backend: AnsweringBackend, drafting: Drafting) -> SpeedSetting:
-    number = "" if drafting.num_draft is None else str(drafting.num_draft)
-    return SpeedSetting(
-        name="-".join(filter(None, (backend.name, drafting.kind, drafting.options, number))),
-        engine=backend.name,
-        drafter=drafting.kind,
-        num_draft="auto" if drafting.num_draft is None and drafting.kind is not None else drafting.num_draft,
-        options=drafting.options,
-        counterpart=drafting.counterpart,
-        free=drafting.is_free,
-        samples=backend.capabilities.sampling,
-    )
 
 
 def open_others(options: SpeedOptions, stack: ExitStack) -> list[AnsweringBackend]:
@@ -192,9 +185,8 @@ def other_contenders(
     """Every backend without drafting and with each of its ways; notes on what they cannot be asked. Raises InputError:
     a kind of drafting that none of them has.
     """
-    ways = {
-        backend.name: backend.draftings(options.peer_num_drafts, options.peer_lookup_num_drafts) for backend in backends
-    }
+    numbers = options.peer_num_drafts, options.peer_lookup_num_drafts
+    ways = {backend.name: backend.draftings(*numbers) for backend in backends}
     _check_kinds(options, backends, {str(way.kind) for own in ways.values() for way in own})
     found: list[Contender] = []
     notes: list[str] = []

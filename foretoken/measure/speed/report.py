@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from foretoken.measure.options import DEFAULT_NUMERICS, PLAIN, STRICT
@@ -33,19 +33,16 @@ def against_peer(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[float, str] |
     """
     if row.engine != ENGINE or row.temperature != 0.0:
         return None
-    like = [
+    others = [other for other in rows if (other.slice, other.temperature) == (row.slice, row.temperature)]
+    fastest = best(
         other
-        for other in rows
+        for other in others
         if other.engine != ENGINE
-        and (other.slice, other.temperature) == (row.slice, row.temperature)
         and (other.drafter is None if row.drafter is None else other.counterpart == row.drafter)
-    ]
-    fastest = best(like)
-    return (
-        None
-        if fastest is None or not fastest.tokens_per_s
-        else (row.tokens_per_s / fastest.tokens_per_s, fastest.setting)
     )
+    if fastest is None or not fastest.tokens_per_s:
+        return None
+    return row.tokens_per_s / fastest.tokens_per_s, fastest.setting
 
 
 def ratios(rows: Sequence[SpeedRow]) -> dict[str, dict[str, float]]:
@@ -156,23 +153,23 @@ EXPLAINED = (
     "compares with the fastest other engine that drafts in the same way."
 )
 _PRICED = "Whole answers, their prompts included, one request at a time."
-_COLUMNS = (
-    *(
-        "setting",
-        "tok/s",
-        "min-max",
-        "speedup",
-        "95 %",
-        "end to end",
-        "accepted",
-        "by position",
-        "tok/step",
-        "ms/step",
-        "draft+target+rest",
-        "first token",
-    ),
-    *("repeats", "differ", "contended", "vs peer"),
-)
+_CELLS: Mapping[str, Callable[[SpeedRow], str]] = {  # by heading; beside them stands what a peer does
+    "setting": lambda row: row.setting + (" (lossy)" if row.lossy else ""),
+    "tok/s": lambda row: _number(row.tokens_per_s),
+    "min-max": lambda row: f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
+    "speedup": lambda row: "" if row.speedup is None else f"{row.speedup:.2f}x",
+    "95 %": lambda row: "" if _is_baseline(row) else interval(row.speedup_low, row.speedup_high),
+    "end to end": lambda row: _end_to_end(row),
+    "accepted": lambda row: _percent(row.acceptance_rate),
+    "by position": lambda row: by_position(row),
+    "tok/step": lambda row: "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
+    "ms/step": lambda row: _number(row.step_ms),
+    "draft+target+rest": lambda row: _parts(row),
+    "first token": lambda row: "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
+    "repeats": lambda row: _percent(row.repeated_4grams),
+    "differ": lambda row: _share_of(row.num_differing, row.num_compared, shows_zero=not _is_baseline(row)),
+    "contended": lambda row: _share_of(row.num_contended, row.num_answers, shows_zero=False),
+}
 
 
 def speed_report(
@@ -208,14 +205,8 @@ def speed_prices(
     rows: Sequence[SpeedRow], price_per_hour: float | None, slo_ms: float | None = None
 ) -> tuple[PriceRow, ...]:
     """The price of tokens by slice and temperature, where engines tell the time of whole answers."""
-    speeds = [
-        (
-            f"{row.slice}, {row.temperature:g}",
-            row.setting,
-            row.e2e_tokens_per_s if slo_ms is None else row.timely_tokens_per_s,
-        )
-        for row in rows
-    ]
+    name = "e2e_tokens_per_s" if slo_ms is None else "timely_tokens_per_s"
+    speeds = [(f"{row.slice}, {row.temperature:g}", row.setting, getattr(row, name)) for row in rows]
     return price_rows(price_per_hour, speeds, PLAIN)
 
 
@@ -223,11 +214,11 @@ def speed_tables(rows: Sequence[SpeedRow], found: Mapping[str, Mapping[str, floa
     """A table per slice and temperature with its ratios (`found`, by slice, greedy), and a summary per temperature."""
     tables = []
     for (name, temperature), own in _groups(rows).items():
-        lines = tuple(_cells(row, own) for row in own)
+        lines = tuple((*(cell(row) for cell in _CELLS.values()), _beside_peer(row, own)) for row in own)
         notes = (*_few_notes(own), *_position_notes(own), *_difference_notes(own), *_rival_notes(own))
         if temperature == 0.0 and found.get(name):
             notes += ("Ratios: " + ", ".join(f"{key} {value:.2f}x" for key, value in found[name].items()) + ".",)
-        tables.append(Table(f"{name}, temperature {temperature:g}", _COLUMNS, lines, notes))
+        tables.append(Table(f"{name}, temperature {temperature:g}", (*_CELLS, "vs peer"), lines, notes))
     for temperature in dict.fromkeys(row.temperature for row in rows):
         short = summary(rows, temperature)
         if short:
@@ -263,27 +254,15 @@ def _groups(rows: Sequence[SpeedRow]) -> dict[tuple[str, float], list[SpeedRow]]
     return groups
 
 
-def _cells(row: SpeedRow, rows: Sequence[SpeedRow]) -> tuple[str, ...]:
-    peer = against_peer(row, rows)
+def _parts(row: SpeedRow) -> str:
+    """The milliseconds of a step by what they went into."""
     parts = (row.draft_ms_per_step, row.verify_ms_per_step, row.rest_ms_per_step)
-    return (
-        row.setting + (" (lossy)" if row.lossy else ""),
-        _number(row.tokens_per_s),
-        f"{_number(row.tokens_per_s_min)}-{_number(row.tokens_per_s_max)}",
-        "" if row.speedup is None else f"{row.speedup:.2f}x",
-        interval(row.speedup_low, row.speedup_high) if not _is_baseline(row) else "",
-        _end_to_end(row),
-        _percent(row.acceptance_rate),
-        by_position(row),
-        "" if row.emitted_per_step is None else f"{row.emitted_per_step:.2f}",
-        _number(row.step_ms),
-        "" if None in parts else "+".join(_number(part) for part in parts),
-        "" if row.ttft_s is None else f"{1e3 * row.ttft_s:.0f} ms",
-        _percent(row.repeated_4grams),
-        _share_of(row.num_differing, row.num_compared, shows_zero=not _is_baseline(row)),
-        _share_of(row.num_contended, row.num_answers, shows_zero=False),
-        "" if peer is None else f"{peer[0]:.2f}x {peer[1]}",
-    )
+    return "" if None in parts else "+".join(map(_number, parts))
+
+
+def _beside_peer(row: SpeedRow, rows: Sequence[SpeedRow]) -> str:
+    peer = against_peer(row, rows)
+    return "" if peer is None else f"{peer[0]:.2f}x {peer[1]}"
 
 
 def _number(value: float | None) -> str:
@@ -334,32 +313,24 @@ def _few_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
 
 def _position_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
     """Acceptance at every position, where a row has any."""
-    found = [
-        f"{row.setting} {' '.join(f'{share:.2f}' for share in row.acceptance_per_position)}"
-        for row in rows
-        if row.acceptance_per_position
-    ]
+    known = ((row.setting, row.acceptance_per_position) for row in rows if row.acceptance_per_position)
+    found = [f"{setting} {' '.join(f'{share:.2f}' for share in shares)}" for setting, shares in known]
     return (f"Accepted by position: {'; '.join(found)}.",) if found else ()
 
 
 def _rival_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
     """Each drafter against the fastest drafting setting of other engines."""
     told = []
-    for row in rows:
-        if row.over_rival is not None:
-            low, high = row.over_rival_low, row.over_rival_high
-            told.append(f"{row.setting} {row.over_rival:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low and high else ""))
+    for row in (row for row in rows if row.over_rival is not None):
+        low, high = row.over_rival_low, row.over_rival_high
+        told.append(f"{row.setting} {row.over_rival:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low and high else ""))
     name = next((row.rival for row in rows if row.rival is not None), None)
     return (f"Against {name}, the fastest drafting setting of other engines: {', '.join(told)}.",) if told else ()
 
 
 def _difference_notes(rows: Sequence[SpeedRow]) -> tuple[str, ...]:
-    told = [
-        (
-            f"{row.setting} at "
-            f"{', '.join(' '.join(f'{key} {value}' for key, value in place.items()) for place in row.differences)}"
-        )
-        for row in rows
-        if row.differences
-    ]
+    told = []
+    for row in (row for row in rows if row.differences):
+        places = [" ".join(f"{key} {value}" for key, value in place.items()) for place in row.differences]
+        told.append(f"{row.setting} at {', '.join(places)}")
     return (f"Greedy outputs that differ from plain decoding: {'; '.join(told)}.",) if told else ()

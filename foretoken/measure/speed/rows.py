@@ -156,12 +156,8 @@ def _row(own: list[SpeedSample], plain: list[SpeedSample], name: str, prompts: S
     setting, answers = own[0].setting, [s.answer for s in own]
     rates, plain_rates = _per_repeat(own, _tokens_per_s), _per_repeat(plain, _tokens_per_s)
     ratios = [rate / plain_rates[repeat] for repeat, rate in rates.items() if plain_rates.get(repeat)]
-    drafted, accepted, steps = (
-        _total(a.num_drafted for a in answers),
-        _total(a.num_accepted for a in answers),
-        _total(a.num_steps for a in answers),
-    )
-    emitted = sum(a.num_emitted for a in answers)
+    drafted, accepted = _total(a.num_drafted for a in answers), _total(a.num_accepted for a in answers)
+    steps, emitted = _total(a.num_steps for a in answers), sum(a.num_emitted for a in answers)
     comparable = own[0].temperature == 0.0 and bool(plain) and all(a.token_ids or a.text for a in answers)
     differences, num_differing, num_compared = _differences(own, plain, prompts) if comparable else (None, None, None)
     paired = paired_ratio(_tokens_and_seconds(own), _tokens_and_seconds(plain)) if plain else None
@@ -299,9 +295,8 @@ def _total(values: Iterable[_Number | None]) -> _Number | None:
 def _acceptance_per_position(answers: Sequence[Answer]) -> tuple[float, ...]:
     places = max((len(a.positions) for a in answers), default=0)
     counts = [[a.positions[place] for a in answers if place < len(a.positions)] for place in range(places)]
-    return tuple(
-        sum(accepted for _, accepted in place) / max(1, sum(drafted for drafted, _ in place)) for place in counts
-    )
+    totals = [tuple(map(sum, zip(*place, strict=True))) for place in counts]  # (drafted, accepted) of each
+    return tuple(accepted / max(1, drafted) for drafted, accepted in totals)
 
 
 def _differences(

@@ -18,9 +18,8 @@ from foretoken.errors import InputError
 from foretoken.machine.identity import machine, versions
 from foretoken.machine.neighbours import OtherLoad, contention_notes, is_contended
 from foretoken.measure.kept import digest, run_of
-from foretoken.measure.options import ALL
 from foretoken.measure.progress import progress
-from foretoken.measure.prompts import choose, fit, read_prompts, with_template
+from foretoken.measure.prompts import fit, prompts_or_library, with_template
 from foretoken.measure.report import Report, load_average, now, source_caveats
 from foretoken.measure.speed.contenders import open_others, other_contenders, own_contenders
 from foretoken.measure.speed.options import SpeedOptions
@@ -28,7 +27,7 @@ from foretoken.measure.speed.plan import ALL_SLICES, Contender, SpeedPlan, Speed
 from foretoken.measure.speed.report import speed_report
 from foretoken.measure.speed.rows import summarise
 from foretoken.measure.speed.turns import Samples, measure
-from foretoken.measure.workload import SLICES, Prompt, slices
+from foretoken.measure.workload import Prompt
 from foretoken.measure.write import check_out, free_path, is_page, write_report
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
@@ -93,7 +92,7 @@ def run_speed(options: SpeedOptions, llm: LLM | None = None, command: str = "for
 def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
     """Every answer of a run; raises as `run_speed` does."""
     check_out(options.out)
-    prompts, notes = _prompts(options)
+    prompts, notes = prompts_or_library(options.prompts, options.slices, options.prompts_per_slice)
     torch.set_num_threads(options.num_threads)
     target, draft = _folders(options, given=llm is not None)
     caveats = [*source_caveats(target, draft, load_average()), *notes, *_drafter_notes(options)]
@@ -103,7 +102,8 @@ def measure_speed(options: SpeedOptions, llm: LLM | None = None) -> SpeedRun:
         engines = _engines(options, llm, stack)
         prompts, notes = _fitted(options, prompts, next(iter(engines.values()), None))
         caveats.extend(notes)
-        plan = _plan(options, prompts)
+        limits = options.max_tokens, options.temperatures, options.repeats, options.warmup
+        plan = SpeedPlan(prompts, *limits, options.seed, ignore_eos=not options.stop_at_eos)
         contenders, notes = _contenders(options, engines, others, prompts)
         caveats.extend(notes)
         settings = {contender.setting.name: contender.setting for contender in contenders}
@@ -125,23 +125,17 @@ def _drafter_notes(options: SpeedOptions) -> list[str]:
     return notes
 
 
-def _plan(options: SpeedOptions, prompts: tuple[Prompt, ...]) -> SpeedPlan:
-    return SpeedPlan(
-        prompts,
-        options.max_tokens,
-        options.temperatures,
-        options.repeats,
-        options.warmup,
-        options.seed,
-        not options.stop_at_eos,
-    )
-
-
 def _engines(options: SpeedOptions, llm: LLM | None, stack: ExitStack) -> dict[str, LLM]:
     """Our engine under each of the numerics, where it is measured."""
     if LOCAL not in options.backends:
         return {}
-    return {name: llm or _open(options, stack, name) for name in options.numerics}
+
+    def opened(name: str) -> LLM:
+        spec, dtype, device = SpecConfig(), options.dtype, options.device
+        llm = LLM(options.target, spec, dtype=dtype, device=device, numerics=name, weights=options.weights)
+        return stack.enter_context(llm)
+
+    return {name: llm or opened(name) for name in options.numerics}
 
 
 def _fitted(
@@ -152,9 +146,7 @@ def _fitted(
     """
     if llm is None:
         if options.chat:
-            prompts = tuple(
-                replace(prompt, text="", messages=prompt.messages or (("user", prompt.text),)) for prompt in prompts
-            )
+            prompts = tuple(replace(one, text="", messages=one.messages or (("user", one.text),)) for one in prompts)
         return prompts, []
     prompts = with_template(prompts, llm, options.chat)
     room = llm.target.max_context_tokens - options.max_tokens
@@ -228,26 +220,7 @@ def _interrupted(samples: Samples, plan: SpeedPlan, contenders: Sequence[Contend
     return f"The run was interrupted after {len(samples.all)} of {wanted} answers: these are the measurements.{remedy}"
 
 
-def _prompts(options: SpeedOptions) -> tuple[tuple[Prompt, ...], list[str]]:
-    if options.prompts is not None:
-        return choose(read_prompts(options.prompts), options.slices, options.prompts_per_slice)
-    return slices(SLICES if ALL in options.slices else options.slices, options.prompts_per_slice), []
-
-
 def _folders(options: SpeedOptions, given: bool) -> tuple[Path, Path | None]:
     if given or LOCAL not in options.backends:
         return Path(options.target), None if options.draft is None else Path(options.draft)
     return model_folder(options.target), None if options.draft is None else model_folder(options.draft)
-
-
-def _open(options: SpeedOptions, stack: ExitStack, numerics: str) -> LLM:
-    llm = LLM(
-        options.target,
-        SpecConfig(),
-        dtype=options.dtype,
-        device=options.device,
-        numerics=numerics,
-        weights=options.weights,
-    )
-    stack.callback(llm.close)
-    return llm

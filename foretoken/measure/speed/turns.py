@@ -67,10 +67,8 @@ class Samples:
         setting = settings.get(values["setting"])
         if setting is None:
             return
-        own = {
-            field.name: values[field.name] for field in fields(SpeedSample) if field.name not in ("setting", "answer")
-        }
-        self._keep(SpeedSample(setting=setting, answer=answer_from(values["answer"]), **own))
+        own = {one.name: values[one.name] for one in fields(SpeedSample)}
+        self._keep(SpeedSample(**own | {"setting": setting, "answer": answer_from(values["answer"])}))
 
 
 def measure(
@@ -115,12 +113,8 @@ def measure(
                 run(contender, own[turn % len(own)], temperature, 0)
     places = itertools.product(range(plan.repeats), plan.temperatures, range(len(plan.prompts)))
     for turn, (repeat, temperature, index) in enumerate(places):
-        here = [
-            c
-            for c in active
-            if temperature in plan.temperatures_of(c.setting) and c.setting.runs_on(plan.prompts[index])
-        ]
-        for contender in _rotated(here, turn):
+        able = [one for one in active if temperature in plan.temperatures_of(one.setting)]
+        for contender in _rotated([one for one in able if one.setting.runs_on(plan.prompts[index])], turn):
             if (contender.setting.name, index, temperature, repeat) in store:
                 continue
             if others is not None:

@@ -25,8 +25,8 @@ from foretoken.measure.options import (
     resume_option,
     setting,
 )
-from foretoken.measure.prompts import choose, read_prompts
-from foretoken.measure.workload import SLICES, Prompt, slices
+from foretoken.measure.prompts import prompts_or_library
+from foretoken.measure.workload import Prompt
 from foretoken.measure.write import check_result
 from foretoken.option import option
 from foretoken.params import TEMPERATURES, check_number, check_whole
@@ -148,9 +148,7 @@ def chosen_prompts(options: UrlOptions) -> tuple[Prompt, ...]:
         InputError: an unknown slice, or conversations that are not to be sent as a chat.
         StorageError: the file of prompts cannot be read.
     """
-    if options.prompts is None:
-        return slices(SLICES if ALL in options.slices else options.slices, options.prompts_per_slice)
-    found, _ = choose(read_prompts(options.prompts), options.slices, options.prompts_per_slice)
+    found, _ = prompts_or_library(options.prompts, options.slices, options.prompts_per_slice)
     if not options.chat and any(prompt.messages for prompt in found):
         raise InputError("prompts", str(options.prompts), "holds conversations: add --chat, or leave those slices out")
     return found
