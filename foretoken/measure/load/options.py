@@ -37,14 +37,8 @@ from foretoken.params import check_limits, check_share, check_whole, is_count
 
 MAX_BATCH = 4096  # each request of a batch has a cache of its own
 DEFAULT_SETTINGS = (
-    "plain",
-    "ngram-2",
-    "ngram-5",
-    "draft_model-2",
-    "draft_model-5",
-    "ngram-auto",
-    "draft_model-auto",
-    "auto",
+    *("plain", "ngram-2", "ngram-5", "draft_model-2", "draft_model-5"),
+    *("ngram-auto", "draft_model-auto", "auto"),
 )
 _PROMPT_TOKENS_PER_STEP = 4096  # all prompts of a batch in one step, so that its requests begin to decode together
 
@@ -123,14 +117,13 @@ class LoadOptions:
         if not self.settings:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
         check_fields(self)
-        self._check_slices(self.slices)
+        unknown = [name for name in self.slices if name not in BATCH_SLICES]
+        if self.prompts is None and unknown:
+            raise InputError("slices", unknown[0], f"choose from {', '.join(BATCH_SLICES)}")
         if not self.slices:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
-        check_limits(
-            cache_tokens=self.cache_tokens,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_step_tokens=self.max_step_tokens,
-        )
+        limits = {"max_prompt_tokens": self.max_prompt_tokens, "max_step_tokens": self.max_step_tokens}
+        check_limits(cache_tokens=self.cache_tokens, **limits)
         if self.max_batch_size is not None:
             check_limits(max_batch_size=self.max_batch_size)
         check_share("cache_reserve", self.cache_reserve)
@@ -145,31 +138,18 @@ class LoadOptions:
             min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests
         )
 
-    def _check_slices(self, names: Sequence[str]) -> None:
-        """The library has prompts of these slices."""
-        unknown = [name for name in names if name not in BATCH_SLICES]
-        if self.prompts is None and unknown:
-            raise InputError("slices", unknown[0], f"choose from {', '.join(BATCH_SLICES)}")
-
     def _check_routing(self) -> None:
         """Routing rules are valid, and at least one setting follows them."""
         neutral = RoutingRules()
-        if self.routing == neutral or not all(_is_fixed(name) for name in self.settings):
+        fixed = (name in (PLAIN, SWEEP) or is_count(name.rpartition("-")[2]) for name in self.settings)
+        if self.routing == neutral or not all(fixed):
             return
-        name = next(
-            name
-            for name in ("min_tokens_to_speculate", "max_speculating_requests")
-            if getattr(self, name) != getattr(neutral, name)
-        )
+        names = ("min_tokens_to_speculate", "max_speculating_requests")
+        name = next(name for name in names if getattr(self, name) != getattr(neutral, name))
         remedy = (
             "applies to settings with an adaptive number of draft tokens; add one, such as ngram-auto, or leave it out"
         )
         raise ConfigError(name, getattr(self, name), remedy)
-
-
-def _is_fixed(setting: str) -> bool:
-    """Whether the name says a fixed number of draft tokens."""
-    return setting in (PLAIN, SWEEP) or is_count(setting.rpartition("-")[2])
 
 
 def slice_names(words: Sequence[str], prompts: Path | None) -> tuple[str, ...]:

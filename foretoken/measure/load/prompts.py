@@ -89,25 +89,18 @@ def asks(
     """
     found: dict[str, tuple[Ask, ...]] = {}
     for name in names:
-        texts = _texts(name, seed, file)
-        ids = sorted(
-            ((prompt, _ids(prompt, encode, encode_chat)) for prompt in texts if prompt.text or prompt.messages),
-            key=lambda pair: (len(pair[1]), pair[0].name),
-        )
+        texts = [prompt for prompt in _texts(name, seed, file) if prompt.text or prompt.messages]
+        ids = [(prompt, _ids(prompt, encode, encode_chat)) for prompt in texts]
+        ids.sort(key=lambda pair: (len(pair[1]), pair[0].name))
         if name in (CHAT, RANDOM) or file is not None:
             usable = ids
         else:  # very short texts determine too little of the answer
             usable = [pair for pair in ids if len(pair[1]) >= min(prompt_tokens, _RANDOM_WORDS)] or ids
-        cut = [
-            Ask(
-                prompt.name,
-                tuple(own if name in _WHOLE or prompt.messages else own[-prompt_tokens:]),
-                _NOISE_TEMPERATURE if name == RANDOM else 0.0,
-                name,
-            )
-            for prompt, own in usable
-            if own
-        ]
+        temperature, cut = _NOISE_TEMPERATURE if name == RANDOM else 0.0, []
+        for prompt, own in usable:
+            if own:
+                kept = own if name in _WHOLE or prompt.messages else own[-prompt_tokens:]
+                cut.append(Ask(prompt.name, tuple(kept), temperature, name))
         if not cut:
             raise InputError("slices", name, "has no prompt of at least one token; leave it out")
         found[name] = tuple(cut[place % len(cut)] for place in range(count))

@@ -153,7 +153,7 @@ def num_contended(turns: Iterable[bool | None]) -> int | None:
 
 def compare_answers(turns: Iterable[Turn], plain: Turn) -> tuple[int, int, int]:
     """(answers equal to plain's, greedy answers that differ, those of them without a near tie in either answer)."""
-    pairs = [(own, told) for turn in turns for own, told in zip(turn.answers, plain.answers, strict=True)]
+    pairs = [pair for turn in turns for pair in zip(turn.answers, plain.answers, strict=True)]
     differing = [(own, told) for own, told in pairs if own.token_ids != told.token_ids]
     greedy = [(own, told) for own, told in differing if own.greedy]
     unexplained = sum(not own.num_near_ties + told.num_near_ties for own, told in greedy)
@@ -181,12 +181,9 @@ def _median(turns: Mapping[int, Turn], speed: _Speed) -> float:
 
 def _ratio(turns: Mapping[int, Turn], others: Mapping[int, Turn], speed: _Speed) -> float:
     """Median over the repeats that both have; 0 where there is none."""
-    pairs = [
-        speed(turn) / speed(others[repeat])
-        for repeat, turn in turns.items()
-        if repeat in others and speed(others[repeat]) > 0
-    ]
-    return median(pairs) if pairs else 0.0
+    pairs = [(speed(turn), speed(others[repeat])) for repeat, turn in turns.items() if repeat in others]
+    ratios = [own / other for own, other in pairs if other > 0]
+    return median(ratios) if ratios else 0.0
 
 
 def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
@@ -255,11 +252,18 @@ _SUMMARY = (  # heading, key of the summary
 
 def grid_tables(rows: Sequence[BatchRow]) -> list[Table]:
     """By setting and batch size, a table per slice each: throughput, the speed of single requests, draft tokens."""
+
+    def request_cell(row: BatchRow) -> str:
+        return f"{row.request_tokens_per_s:.1f} {row.request_speedup:.2f} {row.request_to_best_fixed:.2f}"
+
+    def choice_cell(row: BatchRow) -> str:
+        return f"{row.num_draft:.1f} {row.emitted_per_step:.2f}"
+
     drafting = [row for row in rows if row.setting != PLAIN]
     return [
         *_tables(rows, "tokens/s, ratio to plain, ratio to best fixed", _speed_cell),
-        *_tables(rows, "a request's own tokens/s, ratio to plain, ratio to best fixed", _request_cell),
-        *_tables(drafting, "draft tokens per round, tokens per round", _choice_cell),
+        *_tables(rows, "a request's own tokens/s, ratio to plain, ratio to best fixed", request_cell),
+        *_tables(drafting, "draft tokens per round, tokens per round", choice_cell),
     ]
 
 
@@ -285,30 +289,19 @@ def _slices(rows: Sequence[BatchRow]) -> list[str]:
 
 
 def _tables(rows: Sequence[BatchRow], title: str, cell: Callable[[BatchRow], str]) -> list[Table]:
-    return [_table(rows, name, f"{name}: {title}", cell) for name in _slices(rows)]
-
-
-def _table(rows: Sequence[BatchRow], name: str, title: str, cell: Callable[[BatchRow], str]) -> Table:
-    own = {(row.setting, row.batch): row for row in rows if row.slice == name}
-    batches = sorted({batch for _, batch in own})
-    lines = [
-        (setting, *("" if (setting, batch) not in own else cell(own[setting, batch]) for batch in batches))
-        for setting in dict.fromkeys(setting for setting, _ in own)
-    ]
-    return Table(title, ("setting", *(f"batch {batch}" for batch in batches)), tuple(lines))
+    tables = []
+    for name in _slices(rows):
+        own = {(row.setting, row.batch): cell(row) for row in rows if row.slice == name}
+        batches = sorted({batch for _, batch in own})
+        settings = dict.fromkeys(setting for setting, _ in own)
+        lines = tuple((setting, *(own.get((setting, batch), "") for batch in batches)) for setting in settings)
+        tables.append(Table(f"{name}: {title}", ("setting", *(f"batch {batch}" for batch in batches)), lines))
+    return tables
 
 
 def _speed_cell(row: BatchRow) -> str:
     speed = f"{row.tokens_per_s:.0f}" if row.tokens_per_s >= 100 else f"{row.tokens_per_s:.1f}"
     return f"{speed} {row.speedup:.2f} {row.to_best_fixed:.2f}" + ("!" if row.num_contended else "")
-
-
-def _request_cell(row: BatchRow) -> str:
-    return f"{row.request_tokens_per_s:.1f} {row.request_speedup:.2f} {row.request_to_best_fixed:.2f}"
-
-
-def _choice_cell(row: BatchRow) -> str:
-    return f"{row.num_draft:.1f} {row.emitted_per_step:.2f}"
 
 
 def summary_table(rows: Sequence[BatchRow]) -> Table:

@@ -274,7 +274,7 @@ def measure_grid(
     where interrupted. Each is written to `kept` as well.
     """
     turns = 0
-    known = {_place(sample) for sample in samples}
+    known = {(one.setting.name, one.batch, one.slice, one.repeat) for one in samples}
     for batch in sorted(set(options.batches)):
         cells = itertools.product(settings, options.slices, range(options.repeats))
         if all((setting.name, batch, name, repeat) in known for setting, name, repeat in cells):
@@ -296,10 +296,6 @@ def measure_grid(
                     samples.append(BatchSample(setting, batch, name, repeat, turn))
                     if kept is not None:
                         kept.append(asdict(samples[-1]) | {"setting": setting.name})
-
-
-def _place(sample: BatchSample) -> tuple[str, int, str, int]:
-    return sample.setting.name, sample.batch, sample.slice, sample.repeat
 
 
 def restored(line: Mapping[str, Any], settings: Sequence[BatchSetting]) -> BatchSample:

@@ -224,10 +224,8 @@ class Stage:
             if output.error is not None:
                 raise output.error
         stats: list[RequestStats] = [output.stats for output in outputs]
-        answers = tuple(
-            Answered(output.token_ids, one.greedy, output.stats.num_near_ties)
-            for one, output in zip(params, outputs, strict=True)
-        )
+        pairs = zip(params, outputs, strict=True)
+        answers = tuple(Answered(output.token_ids, one.greedy, output.stats.num_near_ties) for one, output in pairs)
         return Turn(
             answers,
             ended - began,

@@ -132,8 +132,8 @@ def _engines(options: SpeedOptions, llm: LLM | None, stack: ExitStack) -> dict[s
 
     def opened(name: str) -> LLM:
         spec, dtype, device = SpecConfig(), options.dtype, options.device
-        llm = LLM(options.target, spec, dtype=dtype, device=device, numerics=name, weights=options.weights)
-        return stack.enter_context(llm)
+        engine = LLM(options.target, spec, dtype=dtype, device=device, numerics=name, weights=options.weights)
+        return stack.enter_context(engine)
 
     return {name: llm or opened(name) for name in options.numerics}
 

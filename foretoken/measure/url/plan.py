@@ -179,26 +179,25 @@ def trace_requests(options: UrlOptions, prompts: Sequence[Prompt], path: Path, f
     if not 0 < len(lines) <= MAX_REQUESTS:
         raise InputError("trace", str(path), f"must hold 1 to {MAX_REQUESTS} requests, one a line")
     parsed = sorted((_line(path, number, line) for number, line in lines), key=lambda raw: float(raw["arrival_s"]))
-    return [_traced(options, prompts[index % len(prompts)], index, raw) for index, raw in enumerate(parsed, first)]
+    found = []
+    for index, raw in enumerate(parsed, first):
+        prompt = prompts[index % len(prompts)]
+        if "prompt" in raw:
+            prompt = Prompt(f"trace:{index}", str(raw.get("slice", "trace")), raw["prompt"])
+        most = raw.get("max_tokens", options.max_tokens)
+        found.append(_request(options, prompt, index, float(raw["arrival_s"]), most))
+    return found
 
 
 def warmup_requests(options: UrlOptions, prompts: Sequence[Prompt]) -> list[UrlRequest]:
     """Requests that are sent one after the other before the run, and not counted."""
-    return [
-        _request(options, prompts[index % len(prompts)], index, 0.0, options.max_tokens)
-        for index in range(options.warmup)
-    ]
+    chosen = ((index, prompts[index % len(prompts)]) for index in range(options.warmup))
+    return [_request(options, prompt, index, 0.0, options.max_tokens) for index, prompt in chosen]
 
 
 def _request(options: UrlOptions, prompt: Prompt, index: int, arrival_s: float, max_tokens: int) -> UrlRequest:
     messages = (prompt.messages or (("user", prompt.text),)) if options.chat else ()
     return UrlRequest(index, arrival_s, prompt.slice, prompt.text, max_tokens, messages)
-
-
-def _traced(options: UrlOptions, prompt: Prompt, index: int, raw: Mapping[str, Any]) -> UrlRequest:
-    if "prompt" in raw:
-        prompt = Prompt(f"trace:{index}", str(raw.get("slice", "trace")), raw["prompt"])
-    return _request(options, prompt, index, float(raw["arrival_s"]), raw.get("max_tokens", options.max_tokens))
 
 
 def _line(path: Path, number: int, line: str) -> Mapping[str, Any]:

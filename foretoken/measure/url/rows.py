@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class UrlSample(Stream):
     def itl_s(self) -> list[float]:
         """Times between two pieces of text."""
         times = [at for at, _ in self.pieces]
-        return [after - before for before, after in pairwise(times)]
+        return [after - before for before, after in itertools.pairwise(times)]
 
     @property
     def tpot_s(self) -> float | None:
@@ -194,23 +194,23 @@ def url_prices(rows: Sequence[UrlRow], price_per_hour: float | None) -> tuple[Pr
 def url_tables(rows: Sequence[UrlRow], options: UrlOptions, prices: Sequence[PriceRow]) -> tuple[Table, ...]:
     """Throughput by run, then the percentiles in milliseconds, then prices."""
     note = "Tokens of answers within all deadlines; the machine is paid for the whole run."
-    return _throughput(rows, options), _latency(rows), *price_tables(prices, "load", note)
+    lines = tuple(tuple(cell(row) for cell in _THROUGHPUT.values()) for row in rows)
+    throughput = Table("Throughput", tuple(_THROUGHPUT), lines, (_deadlines(options),))
+    return throughput, _latency(rows), *price_tables(prices, "load", note)
 
 
 def url_plots(rows: Sequence[UrlRow]) -> tuple[Plot, ...]:
     """Throughput by load, then for each time its percentiles by load."""
-    speeds = tuple(
-        Point(row.setting, row.tokens_per_s.value, row.tokens_per_s.low, row.tokens_per_s.high) for row in rows
-    )
+    rates = [(row.setting, row.tokens_per_s) for row in rows]
+    speeds = tuple(Point(load, rate.value, rate.low, rate.high) for load, rate in rates)
     plots = [Plot("Throughput", "tokens per second", (Series("tokens/s", speeds),))]
     for time in _TIMES:
         series = []
         for name in _COLUMNS:
             found = [(row.setting, getattr(row, time).get(name)) for row in rows]
-            points = tuple(
-                Point(load, 1000 * one.value, _ms(one.low), _ms(one.high)) for load, one in found if one is not None
-            )
-            series.append(Series(name, points))
+            known = [(load, one) for load, one in found if one is not None]
+            points = (Point(load, 1000 * one.value, _ms(one.low), _ms(one.high)) for load, one in known)
+            series.append(Series(name, tuple(points)))
         plots.append(Plot(time.removesuffix("_s"), "milliseconds", tuple(series)))
     return tuple(plots)
 
@@ -219,33 +219,27 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000 * seconds
 
 
-def _throughput(rows: Sequence[UrlRow], options: UrlOptions) -> Table:
-    headings = ("load", "requests", "ok", "within deadlines", "requests/s", "goodput/s", "tokens/s", "accepted")
-    lines = tuple(
-        (
-            row.setting,
-            str(row.num_requests),
-            str(row.num_ok),
-            f"{row.num_good / row.num_requests:.0%}",
-            f"{row.requests_per_s:.2f}",
-            f"{row.goodput_per_s:.2f}",
-            _told(row.tokens_per_s),
-            "not reported" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%} of {row.num_drafted}",
-        )
-        for row in rows
-    )
-    return Table("Throughput", headings, lines, (_deadlines(options),))
+_THROUGHPUT: Mapping[str, Callable[[UrlRow], str]] = {  # by heading
+    "load": lambda row: row.setting,
+    "requests": lambda row: str(row.num_requests),
+    "ok": lambda row: str(row.num_ok),
+    "within deadlines": lambda row: f"{row.num_good / row.num_requests:.0%}",
+    "requests/s": lambda row: f"{row.requests_per_s:.2f}",
+    "goodput/s": lambda row: f"{row.goodput_per_s:.2f}",
+    "tokens/s": lambda row: _told(row.tokens_per_s),
+    "accepted": lambda row: (
+        "not reported" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%} of {row.num_drafted}"
+    ),
+}
 
 
 def _latency(rows: Sequence[UrlRow]) -> Table:
-    lines = tuple(
-        (row.setting, name.removesuffix("_s"), *_cells(getattr(row, name))) for row in rows for name in _TIMES
-    )
-    return Table("Latency, ms", ("load", "time", *_COLUMNS), lines, justify="llr")
-
-
-def _cells(found: Mapping[str, Estimate]) -> tuple[str, ...]:
-    return tuple(_told(found[name], 1000.0) if name in found else "" for name in _COLUMNS)
+    lines = []
+    for row, time in itertools.product(rows, _TIMES):
+        found: Mapping[str, Estimate] = getattr(row, time)
+        cells = (_told(found[name], 1000.0) if name in found else "" for name in _COLUMNS)
+        lines.append((row.setting, time.removesuffix("_s"), *cells))
+    return Table("Latency, ms", ("load", "time", *_COLUMNS), tuple(lines), justify="llr")
 
 
 def _told(figure: Estimate, scale: float = 1.0) -> str:
@@ -257,13 +251,6 @@ def _told(figure: Estimate, scale: float = 1.0) -> str:
 
 
 def _deadlines(options: UrlOptions) -> str:
-    limits = [
-        f"{name} {limit:g} s"
-        for name, limit in (
-            ("ttft", options.ttft_deadline_s),
-            ("tpot", options.tpot_deadline_s),
-            ("e2e", options.e2e_deadline_s),
-        )
-        if limit is not None
-    ]
+    named = {name: getattr(options, f"{name}_deadline_s") for name in ("ttft", "tpot", "e2e")}
+    limits = [f"{name} {limit:g} s" for name, limit in named.items() if limit is not None]
     return f"deadlines: {', '.join(limits)}" if limits else "deadlines: none, every complete answer is good"

@@ -54,11 +54,8 @@ def _kept(options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> KeptFile:
 
     def restore(line: Mapping[str, Any]) -> None:
         run = by_setting[line["setting"]]
-        run.samples = [
-            UrlSample(**one | {"pieces": [tuple(piece) for piece in one["pieces"]]}) for one in line["samples"]
-        ]
-        run.counters = list(line["counters"])
-        run.is_known = True
+        run.samples = [UrlSample(**one | {"pieces": list(map(tuple, one["pieces"]))}) for one in line["samples"]]
+        run.counters, run.is_known = list(line["counters"]), True
 
     file.restored(restore)
     return file
@@ -90,6 +87,7 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
     rows = [summarise_url(run.setting, run.samples, options, _between(run)) for run in runs if run.samples]
     prices = url_prices(rows, options.price_per_hour)
     known = [_RESUMED] if any(run.is_known for run in runs) else []
+    stopped = interruption_notes(interrupted, options.resume)
     report = Report(
         title=f"Load on {options.base}",
         command=command,
@@ -99,19 +97,14 @@ def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Repo
             **found,
             "rows": rows,
             "prices": prices,
-            "requests": _requests(runs),
+            # Every request with its times and without its text, so that other figures can be computed later.
+            "requests": [{"setting": run.setting, **asdict(sample)} for run in runs for sample in run.samples],
             "interrupted": interrupted,
         },
         tables=url_tables(rows, options, prices),
         plots=url_plots(rows),
         explained=EXPLAINED,
-        caveats=(
-            *interruption_notes(interrupted, options.resume),
-            *known,
-            *_repeats(options, runs),
-            *_uncounted(runs),
-            *_caveats(rows, load),
-        ),
+        caveats=(*stopped, *known, *_repeats(options, runs), *_uncounted(runs), *_caveats(rows, load)),
     )
     return write_report(report, options.out, options.name)
 
@@ -206,11 +199,6 @@ def _between(run: UrlRun) -> tuple[int, int] | None:
         return None
     before, after = known
     return round(after["drafted"] - before["drafted"]), round(after["accepted"] - before["accepted"])
-
-
-def _requests(runs: Sequence[UrlRun]) -> list[dict[str, Any]]:
-    """Every request with its times, so that other figures can be computed later; no texts."""
-    return [{"setting": run.setting, **asdict(sample)} for run in runs for sample in run.samples]
 
 
 def _repeats(options: UrlOptions, runs: Sequence[UrlRun]) -> list[str]:
