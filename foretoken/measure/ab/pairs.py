@@ -89,8 +89,7 @@ class Pair:
         """
         if not self.is_ok:
             return None
-        times = [_time(one, metric, per_token=not self.has_equal_lengths) for one in (self.a, self.b)]
-        above, below = times
+        above, below = (_time(one, metric, per_token=not self.has_equal_lengths) for one in (self.a, self.b))
         if above is None or below is None or above <= 0 or below <= 0:
             return None
         return math.log(above / below)

@@ -58,7 +58,7 @@ def ab_report(
         *_of_comparison(options, pairs, aa_outcome, order),
         *notes,
     ]
-    results: dict[str, Any] = {
+    results = {
         "kind": "ab",
         "verdict": outcome.verdict,
         "outcome": outcome,
@@ -119,10 +119,8 @@ def _of_errors(pairs: Sequence[Pair]) -> list[str]:
     for side in ("a", "b"):
         said = [f"{pair.plan.name}: {error}" for pair in pairs if (error := getattr(pair, side).error)]
         if said:
-            kinds = "; ".join(list(dict.fromkeys(said))[:_MAX_ERRORS])
-            found.append(
-                f"{side.upper()} failed {len(said)} of {len(pairs)} requests, left out of every ratio: {kinds}"
-            )
+            failed, kinds = f"{len(said)} of {len(pairs)} requests", "; ".join(list(dict.fromkeys(said))[:_MAX_ERRORS])
+            found.append(f"{side.upper()} failed {failed}, left out of every ratio: {kinds}")
     return found
 
 
@@ -162,9 +160,8 @@ def _of_aa(outcome: Outcome) -> str:
             f"A against itself ran at {ratio_text(outcome.speedup)}: something other than the backends decides here, "
             "and no verdict of this run can be relied on."
         )
-    return (
-        f"A against itself ran at {ratio_text(outcome.speedup)} of its own speed: no difference was found, as must be."
-    )
+    ran = f"A against itself ran at {ratio_text(outcome.speedup)} of its own speed"
+    return f"{ran}: no difference was found, as must be."
 
 
 def _metric_table(rows: Sequence[MetricRow]) -> Table:
@@ -201,35 +198,25 @@ def _slice_line(row: SliceRow, has_costs: bool) -> tuple[str, ...]:
 
 
 def _plots(metrics: Sequence[MetricRow], slices: Sequence[SliceRow]) -> tuple[Plot, ...]:
-    points = [
-        Point(_WORDS[row.metric], row.outcome.speedup.value, row.outcome.speedup.low, row.outcome.speedup.high)
-        for row in metrics
-        if row.outcome.speedup is not None
-    ]
-    by_slice = [
-        Series(row.slice or "all", (Point("tokens/s", row.ratio.ratio, row.ratio.low, row.ratio.high),))
-        for row in slices
-        if row.ratio is not None
-    ]
-    bars = tuple(Series(point.at, (Point("all pairs", point.value, point.low, point.high),)) for point in points)
+    by_metric = [(_WORDS[row.metric], row.outcome.speedup) for row in metrics if row.outcome.speedup is not None]
+    by_slice = [(row.slice or "all", row.ratio) for row in slices if row.ratio is not None]
+    bars = tuple(Series(name, (Point("all pairs", one.value, one.low, one.high),)) for name, one in by_metric)
+    ratios = tuple(Series(name, (Point("tokens/s", one.ratio, one.low, one.high),)) for name, one in by_slice)
     return (
         Plot("B over A by metric", "speed of B / speed of A", bars, baseline=1.0),
-        Plot("B over A by slice", "tokens/s of B / of A", tuple(by_slice), baseline=1.0),
+        Plot("B over A by slice", "tokens/s of B / of A", ratios, baseline=1.0),
     )
 
 
 def _pair_values(pair: Pair) -> dict[str, Any]:
     """A pair without its texts."""
-    sides = {
-        side: {name: value for name, value in asdict(getattr(pair, side)).items() if name != "text"}
-        for side in ("a", "b")
-    }
+    sides = {"a": asdict(pair.a), "b": asdict(pair.b)}
+    for side in sides.values():
+        del side["text"]
     about = {"name": pair.plan.name, "slice": pair.plan.slice, "block": pair.plan.block, "a_first": pair.plan.a_first}
     return about | sides | {"equal_text": pair.has_equal_texts}
 
 
 def metric_figure(metric: str, value: float) -> str:
     """A value of a metric with its unit."""
-    if metric == "tokens_per_s":
-        return shown(value)
-    return seconds_text(value)
+    return shown(value) if metric == "tokens_per_s" else seconds_text(value)

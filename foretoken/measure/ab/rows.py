@@ -81,12 +81,8 @@ def outcome_of(means: Sequence[float], margin: float) -> Outcome:
 
 def metric_rows(pairs: Sequence[Pair], options: AbOptions) -> list[MetricRow]:
     """A row for each metric that both sides have."""
-    found = []
-    for metric in METRICS:
-        usable = [pair for pair in pairs if pair.log_ratio(metric) is not None]
-        if usable:
-            found.append(_metric_row(metric, usable, options.margin))
-    return found
+    by_metric = {name: [pair for pair in pairs if pair.log_ratio(name) is not None] for name in METRICS}
+    return [_metric_row(name, usable, options.margin) for name, usable in by_metric.items() if usable]
 
 
 def _metric_row(metric: str, pairs: Sequence[Pair], margin: float) -> MetricRow:
@@ -168,9 +164,9 @@ def _costs(
         return None
     found = {}
     for price, (side, own) in zip(prices, sides.items(), strict=True):
-        counts = np.array(
-            [(million_price(price, one.e2e_s), counted_tokens(one.num_tokens, one.itl_s, slo_ms)) for one in own]
-        ).reshape(-1, 2)
+        paid = [million_price(price, one.e2e_s) for one in own]
+        counted = [counted_tokens(one.num_tokens, one.itl_s, slo_ms) for one in own]
+        counts = np.array([paid, counted], dtype=np.float64).T
         if len(counts) and counts[:, 1].sum() > 0:
             is_whole = bool((counts[:, 1] > 0).all())  # an interval leaves out what has no tokens, and that is paid for
             found[side] = estimate(counts) if is_whole else Estimate(ratio(counts) or 0.0)

@@ -39,9 +39,8 @@ def ab(a: str, b: str, replay: str | Path, **options: Any) -> Report:  # noqa: A
         UnavailableError: a backend does not answer.
         ForetokenError: a model that cannot be used.
     """
-    return run_ab(
-        from_mapping(AbOptions, {"a": a, "b": b, "replay": Path(replay)} | options), command="foretoken.ab(...)"
-    )
+    given = {"a": a, "b": b, "replay": Path(replay)} | options
+    return run_ab(from_mapping(AbOptions, given), command="foretoken.ab(...)")
 
 
 @dataclass
@@ -77,17 +76,8 @@ def run_ab(options: AbOptions, command: str = "foretoken ab") -> Report:
             except KeyboardInterrupt:
                 interrupted = True
         notes = [note for side in opened for note in side.backend.notes()]
-    report = ab_report(
-        options,
-        about,
-        replay.pairs,
-        replay.aa_pairs,
-        command,
-        dict.fromkeys(notes),
-        load,
-        interrupted,
-        replay.is_resumed,
-    )
+    observed, said = (replay.pairs, replay.aa_pairs), dict.fromkeys(notes)
+    report = ab_report(options, about, *observed, command, said, load, interrupted, replay.is_resumed)
     return write_report(report, options.out, options.name)
 
 
@@ -160,7 +150,7 @@ class AbSide:
     """One side, and how many answers in a row it has failed."""
 
     side: OpenSide
-    num_failed_in_a_row: int = field(default=0)
+    num_failed_in_a_row: int = 0
 
     def ask(self, question: Question) -> Observed:
         """The answer to one question, timed; a failure is kept in it. An engine in this process has forgotten earlier
@@ -174,9 +164,8 @@ class AbSide:
         except ForetokenError as error:
             self.num_failed_in_a_row += 1
             if self.num_failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
-                raise UnavailableError(
-                    f"{self.side.title} failed {self.num_failed_in_a_row} times in a row: {error}"
-                ) from error
+                why = f"{self.side.title} failed {self.num_failed_in_a_row} times in a row: {error}"
+                raise UnavailableError(why) from error
             return Observed(time.perf_counter() - began, 0, error=f"{type(error).__name__}: {error}")
         # Not the time of the call: in it a server's counters are read, and llama.cpp's programs read their checkpoint.
         assert answer.e2e_s is not None, f"{self.side.title} tells no time of an answer"

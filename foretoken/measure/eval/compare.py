@@ -168,16 +168,11 @@ def _changed(before: EvalResult, after: EvalResult) -> list[str]:
     old_drafts, new_drafts = before.identity.get("drafts", {}), after.identity.get("drafts", {})
     for name in new_drafts:
         pairs += [(f"draft of {name}", *both) for both in zip(old_drafts.get(name, ()), new_drafts[name], strict=False)]
-    found = [
-        f"{name}: {', '.join(differing)}" for name, old, new in pairs if (differing := changes(old or {}, new or {}))
-    ]
+    found = [f"{name}: {', '.join(told)}" for name, old, new in pairs if (told := changes(old or {}, new or {}))]
     if differing := backend_changes(before.identity.get("backend", {}), after.identity.get("backend", {})):
         found.append(f"backend: {', '.join(differing)}")
-    versions = [
-        f"{name} {before.versions.get(name)} -> {version}"
-        for name, version in after.versions.items()
-        if before.versions.get(name) != version
-    ]
+    both = ((name, before.versions.get(name), now) for name, now in after.versions.items())
+    versions = [f"{name} {old} -> {now}" for name, old, now in both if old != now]
     for name, default in _RUN_OPTIONS.items():
         old, new = before.options.get(name, default), after.options.get(name, default)
         if old != new:

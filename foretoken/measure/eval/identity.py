@@ -38,14 +38,14 @@ def identity_of(name: str, folder: Path) -> dict[str, str | None]:
         CheckpointError: a configuration or tokenizer that is broken.
     """
     raw = read_raw_config(folder)
-    config = {key: value for key, value in raw.items() if key not in _NO_IDENTITY}
+    config = {key: value for key, value in sorted(raw.items()) if key not in _NO_IDENTITY}
     tokenizer = load_tokenizer(folder)
     inside = part_files(folder) if folder.is_file() else sorted(folder.iterdir())  # GGUF files are all of it
     files = [path for path in inside if path.suffix in _WEIGHTS]
     return {
         "name": name,
         "weights": _of_files(files),
-        "config": _of_text(to_json(_sorted(config))),
+        "config": _of_text(to_json(config)),
         "tokenizer": _of_files([folder / file for file in _TOKENIZER_FILES if (folder / file).is_file()]),
         "template": None if tokenizer is None or tokenizer.chat_template is None else _of_text(tokenizer.chat_template),
     }
@@ -66,10 +66,6 @@ def _changes(
 ) -> list[str]:
     pairs = [(part, before.get(part), after.get(part)) for part in parts]
     return [f"{part} ({shown(old)} -> {shown(new)})" for part, old, new in pairs if old != new]
-
-
-def _sorted(value: object) -> object:
-    return dict(sorted(value.items())) if isinstance(value, dict) else value
 
 
 def _of_text(text: str) -> str:

@@ -92,11 +92,14 @@ class EvalOptions:
         found: dict[str, EvalDrafter] = {}
         for choice in parse_drafters(self.drafters):
             refusal = self._refusal(choice)
-            if refusal is None:
-                drafter = self._drafter(choice)
-                found[drafter.name] = drafter
-            elif choice.required:
-                raise refusal
+            if refusal is not None:
+                if choice.required:
+                    raise refusal
+                continue
+            draft = self.draft if "draft" in choice.takes else None
+            spec = choice.spec(num_draft=self.num_draft, rule=self.rule, allow_lossy=self.allow_lossy, draft=draft)
+            name = f"{choice.label}-{spec.num_draft}" + (f" {spec.rule}" if choice.own("rule") else "")
+            found[name] = EvalDrafter(name, spec, "prediction" in choice.takes, "prediction" in choice.needs)
         if not found:
             raise ConfigError("drafters", ",".join(self.drafters), "none of them can be evaluated here; name others")
         if self.draft is not None and all(drafter.spec.draft is None for drafter in found.values()):
@@ -116,13 +119,6 @@ class EvalOptions:
         if "draft" in choice.needs and self.draft is None:
             return ConfigError("drafters", choice.label, "needs a draft model: give --draft, or name other drafters")
         return None
-
-    def _drafter(self, choice: DrafterChoice) -> EvalDrafter:
-        draft = self.draft if "draft" in choice.takes else None
-        spec = choice.spec(num_draft=self.num_draft, rule=self.rule, allow_lossy=self.allow_lossy, draft=draft)
-        rule = f" {spec.rule}" if choice.own("rule") else ""
-        name = f"{choice.label}-{spec.num_draft}{rule}"
-        return EvalDrafter(name, spec, "prediction" in choice.takes, "prediction" in choice.needs)
 
 
 def _check_sizes(options: EvalOptions | BackendEvalOptions) -> None:

@@ -6,7 +6,6 @@ The hash identifies a prompt in two results, whatever the tokenizer and the chat
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from foretoken.errors import InputError
 from foretoken.files import parse_json, read_text, to_json
 from foretoken.measure import workload
 from foretoken.measure.options import ALL
-from foretoken.measure.prompts import asked_of, check_room, messages_of, prompt_files, read_prompts
+from foretoken.measure.prompts import asked_of, check_room, messages_of, prompt_files, prompts_or_library, read_prompts
 
 _OWN_KEYS = ("messages", "prompt_ids")
 
@@ -45,10 +44,8 @@ class EvalPrompt:
 
 def own_prompts(slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
     """Prompts of the library: `per_slice` of each slice. Raises InputError: an unknown slice."""
-    names = workload.SLICES if ALL in slices else slices
-    return [
-        EvalPrompt(one.name, one.slice, one.text, one.prediction) for one in workload.slices(names, per_slice=per_slice)
-    ]
+    chosen, _ = prompts_or_library(None, slices, per_slice)
+    return [EvalPrompt(one.name, one.slice, one.text, one.prediction) for one in chosen]
 
 
 def prompts_of(path: Path | None, slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
@@ -69,10 +66,11 @@ def prompts_of(path: Path | None, slices: Sequence[str], per_slice: int) -> list
     for name in slices:
         if name not in known and name != ALL:
             raise InputError("slices", name, f"the prompts have {', '.join(known)}; or take {ALL}")
-    chosen = [name for name in known if ALL in slices or name in slices]
-    return [
-        prompt for name in chosen for prompt in itertools.islice((one for one in found if one.slice == name), per_slice)
-    ]
+    chosen = []
+    for name in known:
+        if ALL in slices or name in slices:
+            chosen += [one for one in found if one.slice == name][:per_slice]
+    return chosen
 
 
 def encoded(llm: LLM, prompt: EvalPrompt, chat: bool) -> list[int]:
@@ -118,17 +116,11 @@ def _read(path: Path) -> list[EvalPrompt]:
 
 
 def _of_bench(path: Path) -> list[EvalPrompt]:
-    return [
-        EvalPrompt(
-            one.name,
-            one.slice,
-            tuple(messages_of(one)) if one.messages else one.text,
-            one.prediction,
-            one.max_tokens,
-            one.temperature,
-        )
-        for one in read_prompts(path)
-    ]
+    found = []
+    for one in read_prompts(path):
+        content = tuple(messages_of(one)) if one.messages else one.text
+        found.append(EvalPrompt(one.name, one.slice, content, one.prediction, one.max_tokens, one.temperature))
+    return found
 
 
 def _parse(path: Path, number: int, item: object) -> EvalPrompt:

@@ -35,6 +35,9 @@ def eval_report(
     few = (FEW_PROMPTS,) if any(row["num_prompts"] < MIN_GROUPS for row in rows) else ()
     kept = result.options.get("resume")
     remedy = f"; go on with the same options and --resume {kept}" if kept else ""
+    changed = ["target, drafts and versions are those of the earlier file"]
+    if found is not None and found.changed:
+        changed = [f"changed: {text}" for text in found.changed]
     stopped = () if result.complete else (f"incomplete, the run was interrupted{remedy}",)
     return Report(
         title="Acceptance",
@@ -48,7 +51,7 @@ def eval_report(
         ),
         explained=_EXPLAINED,
         caveats=(*few, *result.notes, *stopped, *(() if found is None else found.notes)),
-        conclusions=() if found is None else _changed(found),
+        conclusions=() if found is None else tuple(changed),
         verdict="" if found is None else found.verdict,
         passed=found is None or not found.lost,
         plots=_plots(rows),
@@ -61,7 +64,9 @@ def eval_report(
 def _rate_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
     """The rates of every cell with their intervals, and by position."""
     rates = ("drafter", "slice", "temperature", "rule", "prompts", "acceptance", "per step")
-    columns = min(_MAX_POSITIONS, max((_num_columns(row) for row in rows), default=0))
+    columns = min(
+        _MAX_POSITIONS, max((1 if row["positions"] is None else len(row["positions"]) for row in rows), default=0)
+    )
     places = map(str, range(1, columns + 1))
     headings = ("drafter", "slice", "temperature", *places, "per draft", "at full length")
     return (
@@ -88,13 +93,6 @@ def _comparison_table(found: EvalComparison) -> Table:
     )
     styles = tuple(_OUTCOME_STYLES[change.outcome] for change in found.cells)
     return Table("Against the earlier file", headings, lines, justify="lllrr", styles=styles)
-
-
-def _changed(found: EvalComparison) -> tuple[str, ...]:
-    """What differs in the identities."""
-    if not found.changed:
-        return ("target, drafts and versions are those of the earlier file",)
-    return tuple(f"changed: {text}" for text in found.changed)
 
 
 def _plots(rows: Sequence[Mapping[str, Any]]) -> tuple[Plot, ...]:
@@ -129,10 +127,6 @@ def _rates(row: Mapping[str, Any]) -> tuple[str, ...]:
         _rate(row["acceptance_rate"]) + _brackets(row["acceptance_interval"]),
         _rate(row["emitted_per_step"]) + _brackets(row["emitted_per_step_interval"]),
     )
-
-
-def _num_columns(row: Mapping[str, Any]) -> int:
-    return 1 if row["positions"] is None else len(row["positions"])
 
 
 def _positions(row: Mapping[str, Any], columns: int) -> tuple[str, ...]:

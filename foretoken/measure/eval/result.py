@@ -108,16 +108,13 @@ class EvalResult:
         head = {"schema": BACKEND_SCHEMA if "backend" in self.identity else SCHEMA, "complete": self.complete}
         names = ("date", "command", "machine", "versions", "identity", "settings", "options", "notes")
         interval = {"method": _METHOD, "confidence": CONFIDENCE}
+        answers = [asdict(sample) for sample in self.samples]
+        for answer in answers:
+            del answer["timed"]
+        about = {name: getattr(self, name) for name in names}
         return (
-            head
-            | {name: getattr(self, name) for name in names}
-            | {"interval": interval, "emitted_per_step": emitted, "rows": list(rows)}
-            | {"answers": [_written(sample) for sample in self.samples]}
+            head | about | {"interval": interval, "emitted_per_step": emitted, "rows": list(rows), "answers": answers}
         )
-
-
-def _written(sample: EvalSample) -> dict[str, Any]:
-    return {name: value for name, value in asdict(sample).items() if name != "timed"}
 
 
 def write_result(found: Mapping[str, Any], path: Path) -> None:
@@ -248,23 +245,17 @@ def _accepted_at_length(samples: Sequence[EvalSample]) -> list[dict[str, Any]]:
     """E[accepted] of drafts of 1, 2, ... tokens."""
     places = [at_position(samples, place) for place in range(num_positions(samples))]
     chances = [chance for counts in places if (chance := ratio(counts)) is not None]
-    return [
-        {
-            "length": length,
-            "expected": expected_accepted(chances[:length]),
-            "interval": ends(expected_interval(places[:length])),
-        }
-        for length in range(1, len(chances) + 1)
-    ]
-
-
-def expected_accepted(chances: Sequence[float]) -> float:
-    """E[accepted] of a draft with one position for each chance: the sum of their products."""
-    return float(np.cumprod(chances).sum())
+    found = []
+    for length in range(1, len(chances) + 1):
+        expected = float(np.cumprod(chances[:length]).sum())
+        interval = ends(expected_interval(places[:length]))
+        found.append({"length": length, "expected": expected, "interval": interval})
+    return found
 
 
 def expected_interval(positions: Sequence[Counts]) -> Interval | None:
-    """The interval of the expected number of accepted tokens of a draft with these positions (`expected_accepted`).
+    """The interval of the expected number of accepted tokens of a draft with these positions: of the sum of the
+    products of their chances.
 
     `positions[k]` holds (passed, reached) of every prompt, all in the same order; None for fewer than `MIN_GROUPS`
     prompts.
@@ -279,12 +270,8 @@ def expected_interval(positions: Sequence[Counts]) -> Interval | None:
 
 def _counted(counts: Counts) -> dict[str, Any]:
     accepted, tried = (int(total) for total in counts.sum(axis=0).tolist())
-    return {
-        "num_reached": tried,
-        "num_accepted": accepted,
-        "rate": ratio(counts),
-        "interval": ends(ratio_interval(counts)),
-    }
+    found = {"num_reached": tried, "num_accepted": accepted}
+    return found | {"rate": ratio(counts), "interval": ends(ratio_interval(counts))}
 
 
 def _total(numbers: Sequence[int | None]) -> int | None:

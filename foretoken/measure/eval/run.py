@@ -136,9 +136,12 @@ class EvaluationRun(ABC):
         for one in (*self.plain, *self.samples):
             if one.timed is not None:
                 count, seconds, between_s = one.timed
-                timed = counted_tokens(count, between_s, slo_ms), seconds
-                spent.setdefault((f"{one.slice}, {one.temperature:g}", one.drafter), []).append(timed)
-        speeds = [(*where, _tokens_per_s(timed)) for where, timed in spent.items()]
+                own = spent.setdefault((f"{one.slice}, {one.temperature:g}", one.drafter), [])
+                own.append((counted_tokens(count, between_s, slo_ms), seconds))
+        speeds: list[tuple[str, str, float | None]] = []
+        for where, timed in spent.items():
+            count, seconds = sum(one for one, _ in timed), sum(one for _, one in timed)
+            speeds.append((*where, count / seconds if seconds > 0 else None))
         return price_rows(self._options.price_per_hour, speeds, PLAIN)
 
     def result(self) -> EvalResult:
@@ -192,12 +195,6 @@ def _each_named(asked: Iterable[tuple[str, float, EvalPrompt]]) -> Iterator[str]
         place = f"{drafter} {temperature} {prompt.key}"
         yield f"{place} {known[place]}"
         known[place] += 1
-
-
-def _tokens_per_s(timed: Sequence[tuple[int, float]]) -> float | None:
-    """Tokens of all answers over their time."""
-    seconds = sum(one for _, one in timed)
-    return sum(count for count, _ in timed) / seconds if seconds > 0 else None
 
 
 def answer_seed(seed: int, prompt: EvalPrompt) -> int:
@@ -270,11 +267,15 @@ class BackendEvalRun(EvaluationRun):
             ForetokenError: it gave no answer.
         """
         source, about = self.options.source, self.identity | {"drafting": self.drafters()}
+
+        def restored(found: Sequence[Any]) -> tuple[EvalSample, bool]:
+            return sample_of(found[0]), bool(found[1])
+
         with closing(self._kept("eval of a backend", models=(source.model, source.draft), **about)) as kept:
             names = _each_named((drafting_name(job[2]), job[3], job[1]) for job in self.jobs)
             for name, job in zip(names, self.jobs, strict=True):
                 tell(drafting_name(job[2]))
-                sample, is_silent = kept.once(name, _restored, partial(self._measured, *job))
+                sample, is_silent = kept.once(name, restored, partial(self._measured, *job))
                 self.num_silent += is_silent
                 (self.plain if job[2].kind is None else self.samples).append(sample)
                 if self.num_silent and not self.has_promised:
@@ -331,11 +332,6 @@ class BackendEvalRun(EvaluationRun):
         if self.num_silent:
             notes.append(f"{self.num_silent} answers came without counts of drafts: taken as if nothing was drafted")
         return notes
-
-
-def _restored(found: Sequence[Any]) -> tuple[EvalSample, bool]:
-    sample, is_silent = found
-    return sample_of(sample), bool(is_silent)
 
 
 def _pairs(prompt: EvalPrompt) -> tuple[tuple[str, str], ...]:
