@@ -47,10 +47,8 @@ class BackendSession:
 
     def sampled(self, count: int, temperature: float, seed: int, max_tokens: int) -> list[Question]:
         """`count` questions, repeated if there are fewer, each with the next seed."""
-        chosen = [self.questions[i % len(self.questions)] for i in range(count)]
-        return [
-            replace(one, temperature=temperature, seed=seed + i, max_tokens=max_tokens) for i, one in enumerate(chosen)
-        ]
+        chosen = enumerate(self.questions[i % len(self.questions)] for i in range(count))
+        return [replace(one, temperature=temperature, seed=seed + i, max_tokens=max_tokens) for i, one in chosen]
 
     def answers(
         self,
@@ -86,12 +84,17 @@ class BackendSession:
 
     def compared(self, name: str, where: str, base: Sequence[Answer], again: Sequence[Answer]) -> Check:
         """Compare greedy answers to the questions in turn: with a judge up to near ties, otherwise wholly."""
-        judge, both = self.judge, (self.ids(base), self.ids(again))
-        if judge is not None and both[0] is not None and both[1] is not None:
-            return self._compared_ids(judge, name, where, both[0], both[1])
-        check = self.compared_exactly(name, where, base, again)
-        why = _TIES if judge is None else _NOT_READ
-        return replace(check, detail=f"{check.detail}; {why}") if check.result == "fail" else check
+        judge, (base_ids, ids) = self.judge, (self.ids(base), self.ids(again))
+        if judge is None or base_ids is None or ids is None:
+            check = self.compared_exactly(name, where, base, again)
+            why = _TIES if judge is None else _NOT_READ
+            return replace(check, detail=f"{check.detail}; {why}") if check.result == "fail" else check
+
+        def gap(i: int, place: int) -> tuple[float, float]:
+            logits, rounding = judge.row(self.prompt_ids[i % len(self.prompt_ids)], ids[i], place)
+            return abs(float(logits[base_ids[i][place]] - logits[ids[i][place]])), rounding
+
+        return equality(name, where, base_ids, ids, exact=False, gap=gap)
 
     def compared_exactly(self, name: str, where: str, base: Sequence[Answer], again: Sequence[Answer]) -> Check:
         """Compare answers by their token ids, or by their texts where those are all that is known."""
@@ -101,15 +104,6 @@ class BackendSession:
         texts = [one.text for one in base], [one.text for one in again]
         num_tokens = sum(one.num_emitted for one in again)
         return equality(name, where, *texts, exact=True, unit="character", num_tokens=num_tokens)
-
-    def _compared_ids(
-        self, judge: Judge, name: str, where: str, base: Sequence[Sequence[int]], again: Sequence[Sequence[int]]
-    ) -> Check:
-        def gap(i: int, place: int) -> tuple[float, float]:
-            logits, rounding = judge.row(self.prompt_ids[i % len(self.prompt_ids)], again[i], place)
-            return abs(float(logits[base[i][place]] - logits[again[i][place]])), rounding
-
-        return equality(name, where, base, again, exact=False, gap=gap)
 
 
 def not_asked(name: str, where: str, why: str) -> Check:
@@ -163,19 +157,14 @@ def check_greedy(session: BackendSession, drafting: Drafting) -> list[Check]:
 def _against_plain(session: BackendSession, where: str, answers: Sequence[Answer]) -> Check:
     """The comparison with the other backend, or with the same one's plain answers."""
     other, name = session.against or session.backend, session.backend.name
-    if session.against is None:
-        if not session.backend.capabilities.plain:
-            why = f"{name} cannot be asked to answer without drafting; give --against-backend"
-            return not_asked(AS_PLAIN, where, why)
-        if not session.backend.capabilities.plain_texts:
-            why = f"{name} shows no text of an answer without drafting; give --against-backend"
-            return not_asked(AS_PLAIN, where, why)
-        base = session.answers(session.questions, _PLAIN)
-        return session.compared(AS_PLAIN, where, base, answers)
-    shows_plain = other.capabilities.plain and other.capabilities.plain_texts
-    way = _PLAIN if shows_plain else other.draftings((session.options.num_draft,))[0]
+    can = other.capabilities
+    if session.against is None and not (can.plain and can.plain_texts):
+        what = "shows no text of an answer" if can.plain else "cannot be asked to answer"
+        return not_asked(AS_PLAIN, where, f"{name} {what} without drafting; give --against-backend")
+    way = _PLAIN if can.plain and can.plain_texts else other.draftings((session.options.num_draft,))[0]
     base = session.answers(session.questions, way, backend=other)
-    return session.compared(f"the same answers as {other.name}", where, base, answers)
+    asked = AS_PLAIN if session.against is None else f"the same answers as {other.name}"
+    return session.compared(asked, where, base, answers)
 
 
 def _again(session: BackendSession, drafting: Drafting, where: str, answers: Sequence[Answer]) -> list[Check]:
@@ -222,12 +211,8 @@ def check_distribution(session: BackendSession, drafting: Drafting, alpha: float
     options, name = session.options, drafting_name(drafting)
     places = {f"temperature {temperature:g}, {name}": temperature for temperature in options.sampled}
     first = f"temperature {_FIRST_TEMPERATURE:g}, {name}"
-    why = ""
-    if session.judge is None:
-        why = _NO_TARGET
-    elif not session.backend.capabilities.sampling:
-        why = f"{session.backend.name} is asked nothing above temperature 0"
-    if why:
+    if session.judge is None or not session.backend.capabilities.sampling:
+        why = _NO_TARGET if session.judge is None else f"{session.backend.name} is asked nothing above temperature 0"
         return [*(not_asked("distribution", where, why) for where in places), not_asked(_FIRST, first, why)]
     alpha /= len(places) + 1
     checks: list[Check] = []

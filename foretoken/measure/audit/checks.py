@@ -73,12 +73,8 @@ def check_seeds(session: Session) -> list[Check]:
     """
     options = session.options
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
-    params = [
-        SamplingParams(
-            max_tokens=options.max_tokens, temperature=max(options.sampled), seed=options.seed + i, ignore_eos=True
-        )
-        for i in range(len(prompts))
-    ]
+    usual = SamplingParams(max_tokens=options.max_tokens, temperature=max(options.sampled), ignore_eos=True)
+    params = [replace(usual, seed=options.seed + i) for i in range(len(prompts))]
     if options.spec.rule in ("auto", "coupled"):
         return _coupled_seeds(session, prompts, params)
     spec = _untimed(options.spec)
@@ -126,11 +122,9 @@ def _drawn_seeds(
     base, again = run("one"), run("two")
     where = f"temperature {params[0].temperature:g}, the same again"
     check = equality(EQUAL_SEEDS, where, _ids(base), _ids(again), exact=True)
-    return (
-        check
-        if check.result == "pass" or session.repeats_draws(spec)
-        else replace(check, result="info", demanded="", detail=_WHY_NOT_DEMANDED)
-    )
+    if check.result == "pass" or session.repeats_draws(spec):
+        return check
+    return replace(check, result="info", demanded="", detail=_WHY_NOT_DEMANDED)
 
 
 def _untimed(spec: SpecConfig) -> SpecConfig | None:
@@ -153,10 +147,8 @@ def check_numerics(session: Session) -> list[Check]:
     options, target = session.options, session.target
     params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     prompts = session.prompts_in_turn(min(_TEXTS, options.num_prompts))
-    texts = [
-        (output.prompt_ids, output.token_ids)
-        for output in session.answers(prompts, [params] * len(prompts), SpecConfig()).outputs
-    ]
+    outputs = session.answers(prompts, [params] * len(prompts), SpecConfig()).outputs
+    texts = [(output.prompt_ids, output.token_ids) for output in outputs]
     num_draft = options.spec.num_draft if options.spec.num_draft != "auto" and options.spec.num_draft > 0 else 4
     single = [_decode(target, [text], 0)[0] for text in texts]
     cases = {
@@ -172,9 +164,8 @@ def check_numerics(session: Session) -> list[Check]:
         result: Result = "info" if not strict else "pass" if equal else "fail"
         rows = sum(len(one) for one in single)
         told = "bitwise equal" if equal else f"up to {apart:.2g} apart"
-        checks.append(
-            Check("logits do not depend on the batch", where, result, rows, told, "bitwise equal" if strict else "")
-        )
+        demanded = "bitwise equal" if strict else ""
+        checks.append(Check("logits do not depend on the batch", where, result, rows, told, demanded))
     return checks
 
 
@@ -201,10 +192,8 @@ def _decode(
             count = min(1 + num_draft, length - start)
             rows = [[prompt[-1], *answer][start : start + count] for prompt, answer in texts]
             parents = tuple(range(-1, count - 2))
-            logits = target.forward(
-                _tensor(target, [token for row in rows for token in row]),
-                [Segment(s, 1, parents, count) for s in sequences],
-            ).logits
+            tokens = _tensor(target, [token for row in rows for token in row])
+            logits = target.forward(tokens, [Segment(s, 1, parents, count) for s in sequences]).logits
             for i, sequence in enumerate(sequences):
                 target.commit(sequence, 1, tuple(range(count - 1)))
                 found[i].append(logits[i * count : (i + 1) * count])

@@ -29,11 +29,8 @@ def rules_to_check(session: Session) -> list[str]:
     if spec.drafter is None:
         return ["coupled", "rejection"]
     prompts = session.prompts[:2]
-    params = SamplingParams(
-        max_tokens=min(_PROBE_TOKENS, session.options.max_tokens),
-        temperature=session.options.sampled[0],
-        ignore_eos=True,
-    )
+    count = min(_PROBE_TOKENS, session.options.max_tokens)
+    params = SamplingParams(max_tokens=count, temperature=session.options.sampled[0], ignore_eos=True)
     rules = session.answers(prompts, [params] * len(prompts), spec).rules
     unseeded = "tree" if "tree" in rules else min(rules, default="rejection")
     return ["coupled", unseeded]
@@ -55,19 +52,11 @@ def judged(
     evidence: Evidence, where: str, alpha: float, lossy: bool = False, name: str = "distribution"
 ) -> list[Check]:
     """The checks of some tokens' distribution, of which a correct engine fails any with probability `alpha` at most."""
-    possible: Result = "fail" if evidence.num_impossible else "pass"
+    result: Result = "not claimed" if lossy else "fail" if evidence.num_impossible else "pass"
     edges = f", {evidence.num_edges} at the edge of a filter" if evidence.num_edges else ""
-    checks = [
-        Check(
-            f"{name}: only possible tokens",
-            where,
-            "not claimed" if lossy else possible,
-            evidence.num_tokens,
-            f"{evidence.num_impossible} impossible{edges}",
-            "0 impossible",
-        )
-    ]
-    return checks + [_check(test, where, lossy, name) for test in distribution_tests(evidence, alpha)]
+    found = f"{evidence.num_impossible} impossible{edges}"
+    check = Check(f"{name}: only possible tokens", where, result, evidence.num_tokens, found, "0 impossible")
+    return [check, *(_check(test, where, lossy, name) for test in distribution_tests(evidence, alpha))]
 
 
 def _check(test: DistributionTest, where: str, lossy: bool, name: str) -> Check:
@@ -75,23 +64,15 @@ def _check(test: DistributionTest, where: str, lossy: bool, name: str) -> Check:
         "not claimed" if lossy else "undecided" if not test.conclusive else "pass" if test.passed else "fail"
     )
     chance = "p < 1e-15" if test.p_value < 1e-15 else f"p = {test.p_value:.2g}"
-    return Check(
-        f"{name}: {_WORDS[test.name]}",
-        where,
-        result,
-        test.num_tokens,
-        f"{test.statistic}, {chance}" if test.conclusive else test.statistic,
-        f"p >= {test.level:.2g}",
-        test.sees,
-    )
+    found = f"{test.statistic}, {chance}" if test.conclusive else test.statistic
+    demanded, name = f"p >= {test.level:.2g}", f"{name}: {_WORDS[test.name]}"
+    return Check(name, where, result, test.num_tokens, found, demanded, test.sees)
 
 
 def _evidence(session: Session, temperature: float, spec: SpecConfig, seed: int) -> Evidence:
     options = session.options
-    params = [
-        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=seed + i, ignore_eos=True)
-        for i in range(options.num_prompts)
-    ]
+    usual = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, ignore_eos=True)
+    params = [replace(usual, seed=seed + i) for i in range(options.num_prompts)]
     run = session.answers(session.prompts_in_turn(options.num_prompts), params, spec)
     total = Evidence()
     for output, choice, noted in zip(run.outputs, params, run.drafted, strict=True):

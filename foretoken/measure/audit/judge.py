@@ -71,10 +71,8 @@ class Judge:
         """
         size = self.llm.target.vocab_size
         if max(answer.token_ids, default=0) >= size:
-            remedy = (
-                f"has {size} tokens, and an answer holds token {max(answer.token_ids)}: name the model that answers"
-            )
-            raise InputError("target", self._name, remedy)
+            held = f"has {size} tokens, and an answer holds token {max(answer.token_ids)}"
+            raise InputError("target", self._name, f"{held}: name the model that answers")
         return answer
 
     def answer_ids(self, prompt_ids: Sequence[int], answer: Answer) -> tuple[int, ...] | None:

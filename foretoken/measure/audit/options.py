@@ -86,9 +86,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         StorageError: the file cannot be read.
         InputError: a line that is not such an object, tools beside a conversation, or no line at all.
     """
-    lines = [
-        (number, line) for number, line in enumerate(read_text("prompts", path).split("\n"), start=1) if line.strip()
-    ]
+    every = enumerate(read_text("prompts", path).split("\n"), start=1)
+    lines = [(number, line) for number, line in every if line.strip()]
     if not lines:
         raise InputError("prompts", str(path), "the file is empty; write one prompt a line")
     if path.suffix.lower() == ".json":

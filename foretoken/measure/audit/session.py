@@ -117,9 +117,8 @@ class Session:
             if together:
                 outputs = self.llm.generate(list(prompts), list(params), spec)
             else:
-                outputs = [
-                    self.llm.generate([prompt], one, spec)[0] for prompt, one in zip(prompts, params, strict=True)
-                ]
+                pairs = zip(prompts, params, strict=True)
+                outputs = [self.llm.generate([prompt], one, spec)[0] for prompt, one in pairs]
         finally:
             watchers.remove(recorder)
         for output in outputs:
@@ -160,11 +159,8 @@ class Session:
         rows = next(rescore(self.target, self.prompts[0], [0], SamplingParams(temperature=1.0)))
         wide = rows.dtype not in (torch.bfloat16, torch.float16)
         formats = {part.draft_dtype for part in _draft_models(spec)}
-        if not formats:
-            return wide or self.exact
-        return (wide or self.exact) and formats <= (
-            {"float32", "auto"} if self.options.dtype == "float32" else {"float32"}
-        )
+        wide_formats = {"float32", "auto"} if self.options.dtype == "float32" else {"float32"}
+        return (wide or self.exact) and formats <= wide_formats
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         most = self.target.max_context_tokens - self.options.max_tokens
@@ -177,7 +173,10 @@ class Session:
             raise InputError("prompts", text, remedy)
         found = []
         for place, prompt in enumerate(prompts):
-            ids = self._ids(prompt)
+            if isinstance(prompt, ChatPrompt):
+                ids = self.llm.encode_chat(prompt.messages)
+            else:
+                ids = self.llm.encode(prompt) if isinstance(prompt, str) else prompt
             if len(ids) > most and place < self.options.num_prompts:
                 self.notes.append(
                     f"{prompt_name(place)} has {len(ids)} tokens, and its last {most} were asked: the context of "
@@ -186,11 +185,6 @@ class Session:
                 )
             found.append(ids[-most:])
         return found
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, ChatPrompt):
-            return self.llm.encode_chat(prompt.messages)
-        return self.llm.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 def scored_place(scored: Iterable[ScoredRows], place: int) -> tuple[Tensor, float]:

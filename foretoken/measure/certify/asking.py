@@ -84,14 +84,11 @@ class Asker:
 
 def reply_from(values: dict[str, Any]) -> Reply:
     """What `dataclasses.asdict` made of a `Reply`, out of a file."""
-    choices = tuple(
-        ApiChoice(**{name: _tuples(value) for name, value in choice.items()})  # JSON has lists alone
-        for choice in values["choices"]
-    )
-    return Reply(**{**values, "choices": choices})
+    plain = [{name: _tuples(value) for name, value in choice.items()} for choice in values["choices"]]
+    return Reply(**{**values, "choices": tuple(ApiChoice(**choice) for choice in plain)})
 
 
-def _tuples(value: Any) -> Any:  # noqa: ANN401 - any field of a choice
+def _tuples(value: Any) -> Any:  # noqa: ANN401 - any field of a choice, for which JSON has lists alone
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

@@ -37,19 +37,17 @@ def form_requests(session: CertifySession) -> list[ApiRequest]:
 
 def _requests(session: CertifySession, more: Mapping[str, object]) -> list[ApiRequest]:
     text, messages = (_TASK, ()) if not session.conversations else ("", (("user", _TASK),))
-    seed = session.options.seed
     draws: list[dict[str, object]] = [{"temperature": 0.0}]
-    draws += [{"temperature": 1.0, "seed": seed + number} for number in range(_NUM_SEEDS)]
-    return [
-        ApiRequest(text, messages, {"max_tokens": _MAX_TOKENS, **draw, **more}, session.num_logprobs) for draw in draws
-    ]
+    draws += [{"temperature": 1.0, "seed": session.options.seed + number} for number in range(_NUM_SEEDS)]
+    fields = [{"max_tokens": _MAX_TOKENS, **draw, **more} for draw in draws]
+    return [ApiRequest(text, messages, one, session.num_logprobs) for one in fields]
 
 
 def check_forms(session: CertifySession) -> Iterator[Check]:
     """JSON and calls are whole and valid, greedy and sampled, at once and in chunks; greedy ones are A's."""
     yield attempt(_JSON, "whole", lambda: _valid(session, _JSON, "whole", form_requests(session)))
     yield attempt(_JSON, "streamed", lambda: _valid(session, _JSON, "streamed", streamed(form_requests(session))))
-    yield attempt("the same JSON", "temperature 0", lambda: _same(session, "the same JSON", form_requests(session)))
+    yield attempt("the same JSON", "temperature 0", lambda: _same(session, "the same JSON"))
     if not session.conversations:
         yield Check(_CALLS, "", "not asked", found="a side is asked no conversations")
         return
@@ -58,29 +56,23 @@ def check_forms(session: CertifySession) -> Iterator[Check]:
     yield attempt(_CALLS, "streamed", lambda: _valid(session, _CALLS, "streamed", streamed(requests)))
 
 
-def _same(session: CertifySession, name: str, requests: Sequence[ApiRequest]) -> Check:
-    a, b = map(first, session.both(requests[:1]))
+def _same(session: CertifySession, name: str) -> Check:
+    a, b = map(first, session.both(form_requests(session)[:1]))
     return compared(name, "temperature 0", a, b, session.options.tolerance)
 
 
 def _valid(session: CertifySession, name: str, where: str, requests: Sequence[ApiRequest]) -> Check:
-    problem = _json_problem if name == _JSON else _call_problem
+    def problem(answer: ApiChoice) -> str:
+        return _call_problem(answer) if name == _CALLS else _value_problem(answer.text.removeprefix(answer.thinking))
+
     a, b = map(first, session.both(requests))
-    pairs = [(problem(one), problem(other)) for one, other in zip(a, b, strict=True)]
-    known = [(one, other) for one, other in pairs if one is not None and other is not None]
-    problems = [one for one, _ in known], [other for _, other in known]
+    known = [pair for pair in zip(a, b, strict=True) if "length" not in (one.finish_reason for one in pair)]
+    problems = [problem(one) for one, _ in known], [problem(other) for _, other in known]
     check = own_rules(name, where, problems, sum(len(one.pieces) for one in b), "whole, and allowed by the schema")
     return check if known else Check(name, where, "undecided", found="no answer came to its end")
 
 
-def _json_problem(answer: ApiChoice) -> str | None:
-    """What is wrong with an answer; None where it was cut before its end."""
-    return None if answer.finish_reason == "length" else _value_problem(answer.text.removeprefix(answer.thinking))
-
-
-def _call_problem(answer: ApiChoice) -> str | None:
-    if answer.finish_reason == "length":
-        return None
+def _call_problem(answer: ApiChoice) -> str:
     if not answer.calls:
         return "no call"
     for name, arguments in answer.calls:

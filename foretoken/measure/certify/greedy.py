@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -87,10 +88,8 @@ def parts_at_tie(base: ApiChoice, other: ApiChoice, tolerance: float) -> bool:
     for piece, logprob, top in zip(base.pieces, base.logprobs, base.tops, strict=True):
         if start + len(piece) > shared:
             rest = other.text[start:]
-            return any(
-                name and name != piece and rest.startswith(name) and abs(logprob - own) <= tolerance
-                for name, own in top.items()
-            )
+            near = (name for name, own in top.items() if name not in ("", piece) and abs(logprob - own) <= tolerance)
+            return any(map(rest.startswith, near))
         start += len(piece)
     return False
 
@@ -130,8 +129,7 @@ def _repeated(session: CertifySession) -> tuple[list[ApiChoice], list[ApiChoice]
     a, b = map(first, session.both(requests))
     again = first(session.answers(session.a, requests, turn=1))
     stable = [one.text == other.text for one, other in zip(a, again, strict=True)]
-    kept = [(one, other) for one, other, is_stable in zip(a, b, stable, strict=True) if is_stable]
-    return [one for one, _ in kept], [other for _, other in kept]
+    return list(itertools.compress(a, stable)), list(itertools.compress(b, stable))
 
 
 def _logprobs(session: CertifySession, where: str) -> Check:

@@ -53,9 +53,9 @@ def certify_report(
 
 def _explained(options: CertifyOptions, drafted: Mapping[str, int] | None) -> str:
     count = num_answers(options.effect, options.alpha)
-    told = (
-        f"B drafted {drafted['drafted']:,} tokens, of which {drafted['accepted']:,} were accepted. " if drafted else ""
-    )
+    told = ""
+    if drafted:
+        told = f"B drafted {drafted['drafted']:,} tokens, of which {drafted['accepted']:,} were accepted. "
     drawn = (
         f"A correct B fails any of the tests of sampled answers with probability {options.alpha:g} at most: each of "
         f"the {2 * len(SETTINGS)} is made at level {level_of(options.alpha):.2g}, on {count} answers of each side. The "

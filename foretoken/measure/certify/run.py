@@ -85,20 +85,15 @@ def run_certify(options: CertifyOptions, command: str = "foretoken certify") -> 
                     checks.extend(made_checks(session, tell))
             except KeyboardInterrupt:
                 interrupted = True
-        drafted = None if b.lost else _drafted(before, sides[1].backend.counters())
+        drafted, after = None, None if b.lost or before is None else sides[1].backend.counters()
+        if before is not None and after is not None:  # else B does not count its draft tokens
+            drafted = {name: round(after[name] - before[name]) for name in ("drafted", "accepted")}
         caveats += interruption_notes(interrupted, options.resume)
         caveats += _lost(a, b) or _doubt(drafted, b.num_restored > 0)
         caveats += [note for side in sides for note in side.backend.notes()]
     rows = [*a.rows, *b.rows]
     report = certify_report(options, about, checks, rows, drafted, command, list(dict.fromkeys(caveats)), interrupted)
     return write_report(report, options.out, options.name)
-
-
-def _drafted(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, int] | None:
-    """Draft tokens of B in this run, and the accepted ones; None where it does not count them."""
-    if before is None or after is None:
-        return None
-    return {name: round(after[name] - before[name]) for name in ("drafted", "accepted")}
 
 
 def _lost(a: Asker, b: Asker) -> list[str]:

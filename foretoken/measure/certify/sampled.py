@@ -289,12 +289,10 @@ def _equal(session: CertifySession) -> Check:
 def _other(session: CertifySession) -> Check:
     """A correct B fails where eight answers that A gives in four ways or more come out one and the same."""
     seeds = range(session.options.seed, session.options.seed + _NUM_SEEDS)
+    asked = [[session.request(one, temperature=1.0, seed=n) for n in seeds] for one in session.prompts[:_NUM_AGAIN]]
     ways = []
     for side in (session.a, session.b):
-        replies = [
-            first(session.answers(side, [session.request(one, temperature=1.0, seed=seed) for seed in seeds]))
-            for one in session.prompts[:_NUM_AGAIN]
-        ]
+        replies = [first(session.answers(side, own)) for own in asked]
         ways.append([len({answer.text for answer in own}) for own in replies])
     told = [(a, b) for a, b in zip(*ways, strict=True) if a > _NUM_SEEDS // 2]
     if not told:

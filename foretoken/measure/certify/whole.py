@@ -53,23 +53,14 @@ def _stops(session: CertifySession) -> Check:
     for side in (session.a, session.b):
         cases = _stop_cases(session, side)
         answers = first(session.answers(side, [request for _, _, request in cases]))
-        rows = zip(cases, answers, strict=True)
-        problems.append(
-            {
-                (id_of(request), stop): _stop_problem(session, whole, stop, answer)
-                for (whole, stop, request), answer in rows
-            }
-        )
+        found = {}
+        for (whole, stop, request), answer in zip(cases, answers, strict=True):
+            found[id_of(request), stop] = _stop_problem(session, whole, stop, answer)
+        problems.append(found)
         num_tokens = sum(len(answer.pieces) for answer in answers)
     a, b = problems
-    keys = list(b)
-    return own_rules(
-        _STOPPED,
-        "temperature 0",
-        ([a.get(key, "") for key in keys], [b[key] for key in keys]),
-        num_tokens,
-        "the text up to it, finish_reason stop",
-    )
+    pairs = [a.get(key, "") for key in b], list(b.values())
+    return own_rules(_STOPPED, "temperature 0", pairs, num_tokens, "the text up to it, finish_reason stop")
 
 
 def id_of(request: ApiRequest) -> tuple[str, object]:
@@ -96,8 +87,8 @@ def _length_requests(session: CertifySession) -> list[ApiRequest]:
 
 def _lengths(session: CertifySession) -> Check:
     requests = _length_requests(session)
-    a, b = session.both(requests)
-    return _by_reply(_LIMITED, requests, a, b, _length_problem, "no token more, no text more than A's")
+    demanded = "no token more, no text more than A's"
+    return _by_reply(_LIMITED, requests, *session.both(requests), _length_problem, demanded)
 
 
 def _by_reply(
@@ -192,7 +183,9 @@ def _streams(session: CertifySession, where: str, requests_of: _RequestsOf) -> C
         requests = requests_of(session, side)
         whole, chunks = session.answers(side, requests), session.answers(side, streamed(requests))
         rows = zip(requests, whole, chunks, strict=True)
-        own = _unstopped(session, side) if where == _STOPPING else by_text(requests, whole)
+        own = by_text(requests, whole)
+        if where == _STOPPING:  # then those without a stop string
+            own = by_text(session.requests(), session.answers(side, session.requests()))
         of_a = of_a or own
         found = {
             str(request): _stream_problem(session, one, other, own.get(id_of(request)), of_a.get(id_of(request)))
@@ -216,12 +209,6 @@ def _unsteady(session: CertifySession, side: Asker, requests: Sequence[ApiReques
     again = session.answers(side, requests, turn=1)
     rows = zip(requests, whole, again, strict=True)
     return {str(request) for request, one, other in rows if one.choices[0].text != other.choices[0].text}
-
-
-def _unstopped(session: CertifySession, side: Asker) -> dict[tuple[str, object], ApiChoice]:
-    """The greedy answers of a side without a stop string."""
-    requests = session.requests()
-    return by_text(requests, session.answers(side, requests))
 
 
 def by_text(requests: Sequence[ApiRequest], replies: Sequence[Reply]) -> dict[tuple[str, object], ApiChoice]:
