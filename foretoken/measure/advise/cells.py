@@ -11,6 +11,7 @@ what other texts of the same kind would give, at the same costs of steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ class MemoryRoom:
 def cells_of(
     answers: Mapping[str, Sequence[AnswerRounds]],
     costs: LoadCosts,
-    loads: Iterable[int],
+    loads: Sequence[int],
     lengths: Sequence[int],
     rooms: Mapping[str, MemoryRoom],
 ) -> list[SpeedCell]:
@@ -92,11 +93,9 @@ def cells_of(
         names = list(dict.fromkeys(one.slice for one in own))
         for slice_name in (ALL_SLICES, *names) if len(names) > 1 else (ALL_SLICES,):
             chosen = [one for one in own if slice_name in (one.slice, ALL_SLICES)]
-            for load in loads:
-                for length in lengths:
-                    found.append(
-                        predicted(name, slice_name, chosen, costs, load, length, rooms.get(name, MemoryRoom()))
-                    )
+            room = rooms.get(name, MemoryRoom())
+            for load, length in itertools.product(loads, lengths):
+                found.append(predicted(name, slice_name, chosen, costs, load, length, room))
     return found
 
 
@@ -116,6 +115,7 @@ def predicted(
     steps, drafts = len(every), sum(one.num_drafted > 0 for one in every)
     tokens = sum(one.num_tokens for one in answers)
     plain_served, served = room.served(concurrency)
+    plain_s = costs.plain_s(max(1, plain_served))
     mean = drafted / steps
 
     def spent(requests: int) -> NDArray[np.float64]:  # [answers]: seconds of the decoding of each
@@ -126,7 +126,8 @@ def predicted(
     counts = np.array([one.num_tokens for one in answers], dtype=np.float64)
     plain = counts * costs.plain_s(concurrency)
     own, reading = spent(concurrency), concurrency * costs.prefill_s
-    draft_reading = concurrency * costs.drafters[name].prompt_s
+    prompt_s = costs.drafters[name].prompt_s
+    draft_reading = concurrency * prompt_s
     whole = np.stack([plain + reading, own + reading + draft_reading], axis=1)
     beside = len(answers) * (concurrency - 1) * costs.prefill_s  # prompts of others between tokens of an answer
     return SpeedCell(
@@ -141,22 +142,16 @@ def predicted(
         step_ratio=float(own.sum() / steps / costs.plain_s(concurrency)),
         ms_per_token=1e3 * float(own.sum() + beside + len(answers) * draft_reading) / tokens,
         plain_ms_per_token=1e3 * float(plain.sum() + beside) / tokens,
-        tokens_per_s=_rate(
-            served, tokens, spent(max(1, served)).sum(), len(answers), costs, costs.drafters[name].prompt_s
-        ),
-        plain_tokens_per_s=_rate(
-            plain_served, tokens, tokens * costs.plain_s(max(1, plain_served)), len(answers), costs
-        ),
+        tokens_per_s=_rate(served, tokens, spent(max(1, served)).sum(), len(answers), costs.prefill_s + prompt_s),
+        plain_tokens_per_s=_rate(plain_served, tokens, tokens * plain_s, len(answers), costs.prefill_s),
         served=served,
         plain_served=plain_served,
     )
 
 
-def _rate(
-    served: int, tokens: int, decode_s: float, num_answers: int, costs: LoadCosts, draft_prompt_s: float = 0.0
-) -> float:
+def _rate(served: int, tokens: int, decode_s: float, num_answers: int, prompt_s: float) -> float:
     """Tokens per second of `served` requests at once, prompts included; 0 where none fits."""
-    seconds = decode_s + num_answers * served * (costs.prefill_s + draft_prompt_s)
+    seconds = decode_s + num_answers * served * prompt_s
     return served * tokens / float(seconds) if served and seconds > 0 else 0.0
 
 
@@ -224,11 +219,9 @@ def cost_rows(
 ) -> list[CostRow]:
     """By machine and slice; `cells` are the best ones of the candidate that is advised."""
     slices = list(dict.fromkeys(cell.slice for cell in cells))
-    return [
-        _row(machine, name, [cell for cell in cells if cell.slice == name], slo_ms, margin)
-        for machine in machines
-        for name in slices
-    ]
+    by_slice = {name: [cell for cell in cells if cell.slice == name] for name in slices}
+    pairs = itertools.product(machines, by_slice.items())
+    return [_row(machine, name, own, slo_ms, margin) for machine, (name, own) in pairs]
 
 
 def _row(machine: Machine, slice_name: str, cells: Sequence[SpeedCell], slo_ms: float | None, margin: float) -> CostRow:
@@ -238,16 +231,10 @@ def _row(machine: Machine, slice_name: str, cells: Sequence[SpeedCell], slo_ms: 
     def in_time(ms_per_token: float) -> bool:
         return slo_ms is None or ms_per_token / machine.speed <= slo_ms
 
-    before = [
-        (price(cell.plain_tokens_per_s), cell.concurrency)
-        for cell in cells
-        if cell.plain_served and in_time(cell.plain_ms_per_token)
-    ]
-    with_drafts = [
-        (price(cell.tokens_per_s), cell.concurrency)
-        for cell in cells
-        if cell.pays(margin) and in_time(cell.ms_per_token)
-    ]
+    timely = [cell for cell in cells if cell.plain_served and in_time(cell.plain_ms_per_token)]
+    paying = [cell for cell in cells if cell.pays(margin) and in_time(cell.ms_per_token)]
+    before = [(price(cell.plain_tokens_per_s), cell.concurrency) for cell in timely]
+    with_drafts = [(price(cell.tokens_per_s), cell.concurrency) for cell in paying]
     plain = min(before, default=(None, None))
     after = min(before + with_drafts, default=(None, None))
     return CostRow(machine.name, slice_name, *plain, *after)

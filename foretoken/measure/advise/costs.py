@@ -128,20 +128,13 @@ def measure_costs(
         if now + (now - turn_began) > began + options.budget_s:
             break
     seconds = {one: min(values) for one, values in found.items()}
-    return LoadCosts(
-        prompt_tokens,
-        context_tokens,
-        min(prefill_s),
-        _curves(seconds, ""),
-        {
-            name: DrafterCosts(
-                one.runs_model, _drafter_curves(seconds, name, one.runs_model), min(prompt_s[name], default=0.0)
-            )
-            for name, (one, _, _) in made.items()
-        },
-        len(prefill_s),
-        tuple(bench.left_out()),
-    )
+    drafters = {}
+    for name, (candidate, _, _) in made.items():
+        curves = _drafter_curves(seconds, name, candidate.runs_model)
+        drafters[name] = DrafterCosts(candidate.runs_model, curves, min(prompt_s[name], default=0.0))
+    num_turns, left_out = len(prefill_s), tuple(bench.left_out())
+    target_curves = _curves(seconds, "")
+    return LoadCosts(prompt_tokens, context_tokens, min(prefill_s), target_curves, drafters, num_turns, left_out)
 
 
 def _step_s(bench: StepBench, one: _Point, context_tokens: int, made: Made | None) -> float:

@@ -144,7 +144,11 @@ def _drafted(
     candidates: Sequence[AdviseCandidate], asked: Sequence[_Answered], tokenizer: Tokenizer, folder: Path
 ) -> tuple[dict[str, list[AnswerRounds]], dict[str, float]]:
     """By candidate: its rounds on each answer, and the seconds in which it drafts for one request."""
-    texts = [(one, ids) for one in asked if len(ids := _ids_of(one.answer, tokenizer)) > 1]
+    texts = []
+    for one in asked:
+        ids = list(one.answer.token_ids) or tokenizer.encode(one.answer.text, add_special_tokens=False)
+        if len(ids) > 1:
+            texts.append((one, ids))
     answers, drafting_s = {}, {}
     for candidate in candidates:
         found = [known_rounds(candidate, one.prompt, one.prompt_ids, ids, tokenizer, folder) for one, ids in texts]
@@ -162,10 +166,8 @@ def _check_tokenizer(options: AdviseOptions, asked: Sequence[_Answered], tokeniz
     counts = [(here, there) for here, there in pairs if there is not None]
     more = [there - here for here, there in counts]
     if more and sum(one != median_low(more) for one in more) > len(more) / 2:
-        remedy = (
-            f"reads the prompts as {sum(here for here, _ in counts)} tokens and the server as "
-            f"{sum(there for _, there in counts)}: name the model that it serves"
-        )
+        read, there = (sum(side) for side in zip(*counts, strict=True))
+        remedy = f"reads the prompts as {read} tokens and the server as {there}: name the model that it serves"
         raise InputError("target", options.target, remedy)
     listed = [one.answer for one in asked if one.answer.token_ids and one.answer.text]
     others = sum(not _reads(tokenizer, one) for one in listed)
@@ -205,10 +207,6 @@ def _asked(options: AdviseOptions, text: str = "", messages: tuple[tuple[str, st
     )
 
 
-def _ids_of(answer: Answer, tokenizer: Tokenizer) -> list[int]:
-    return list(answer.token_ids) or tokenizer.encode(answer.text, add_special_tokens=False)
-
-
 async def _levels(
     server: ServerAddress,
     options: AdviseOptions,
@@ -228,9 +226,8 @@ async def _levels(
             level_began = time.monotonic()
             streams = [Stream() for _ in range(count)]
             questions = [one.question for one, _ in zip(itertools.cycle(asked), streams, strict=False)]
-            await asyncio.gather(
-                *(endpoint.send(*pair, time.monotonic, fields) for pair in zip(questions, streams, strict=True))
-            )
+            pairs = zip(questions, streams, strict=True)
+            await asyncio.gather(*(endpoint.send(*pair, time.monotonic, fields) for pair in pairs))
             step_s = steady_step_s(streams)
             if step_s is None:
                 failed = next((stream.error for stream in streams if stream.error), "")
@@ -296,8 +293,6 @@ def _offered(
 def _engine_notes(engine: str | None, owner: str, failed: Mapping[str, str]) -> list[str]:
     """What the reader must know of the engine: which it is, and what it lacks."""
     if engine is None:
-        return [
-            f"The server does not say which engine it is (its model is owned by {owner!r}): look whether yours has the "
-            "drafter that is advised."
-        ]
+        unknown = f"The server does not say which engine it is (its model is owned by {owner!r})"
+        return [f"{unknown}: look whether yours has the drafter that is advised."]
     return [f"The server runs {NAMES[engine]}, so {name} was left out: {reason}." for name, reason in failed.items()]

@@ -26,7 +26,7 @@ from foretoken.text.tokenizer import Tokenizer
 _SPARE_TOKENS = 1024  # of context behind the text, for draft tokens that reach beyond it
 
 
-class KnownText:
+class _KnownText:
     """A `LanguageModel` without weights: what follows position i of any sequence is token i + 1 of one text."""
 
     num_layers, num_parameters = 1, 0
@@ -41,27 +41,21 @@ class KnownText:
         self._sequences: dict[int, int] = {}  # committed tokens of each
 
     def open(self, sequence: int) -> None:
-        """See `LanguageModel`."""
         self._sequences[sequence] = 0
 
     def close(self, sequence: int) -> None:
-        """See `LanguageModel`."""
         del self._sequences[sequence]
 
     def length(self, sequence: int) -> int:
-        """See `LanguageModel`."""
         return self._sequences[sequence]
 
     def num_free_tokens(self) -> int:
-        """See `LanguageModel`."""
         return self.capacity_tokens - sum(self._sequences.values())
 
     def footprint_tokens(self, num_tokens: int) -> int:
-        """See `LanguageModel`."""
         return num_tokens
 
     def reserve(self, sequence: int, num_rows: int) -> bool:  # noqa: ARG002 - one sequence at a time
-        """See `LanguageModel`."""
         return num_rows <= self.num_free_tokens()
 
     def forward(self, tokens: Tensor, segments: Sequence[Segment], taps: Sequence[int] = ()) -> ForwardOutput:  # noqa: ARG002
@@ -78,11 +72,9 @@ class KnownText:
         return ForwardOutput(logits, {})
 
     def commit(self, sequence: int, num_pending: int, path: Sequence[int] = ()) -> None:
-        """See `LanguageModel`."""
         self._sequences[sequence] += num_pending + len(path)
 
     def rollback(self, sequence: int, length: int) -> None:
-        """See `LanguageModel`."""
         self._sequences[sequence] = length
 
 
@@ -97,7 +89,7 @@ def known_rounds(
     """The rounds of a lookup on an answer, and the seconds that it drafted in each of them on average. Raises
     ForetokenError: the drafter cannot be made.
     """
-    model = KnownText((*prompt_ids, *answer_ids), 1 + max(*prompt_ids, *answer_ids, tokenizer.vocab_size - 1))
+    model = _KnownText((*prompt_ids, *answer_ids), 1 + max(*prompt_ids, *answer_ids, tokenizer.vocab_size - 1))
     group, key = DrafterGroup(model), drafter_key(candidate.spec)
     assert key is not None
     group.add(key, DrafterFactory(folder, model, tokenizer, ModelOptions()).make(candidate.spec))

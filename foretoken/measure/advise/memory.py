@@ -15,7 +15,7 @@ from foretoken.measure.advise.cells import MemoryRoom
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.model.footprint import shape_of
 from foretoken.model.names import model_folder
-from foretoken.plan.memory import Account, Budget, Load, ModelShape, account, largest_batch
+from foretoken.plan.memory import Budget, Load, ModelShape, account, largest_batch
 
 
 @dataclass(frozen=True)
@@ -66,35 +66,23 @@ def memory_rows(
     context = min(prompt_tokens + options.max_tokens, target.max_context_tokens)
     load = Load(options.loads[-1], context, 0)
     plain, plain_room = account(target, None, load), largest_batch(target, None, load, budget)
-    return [
-        _row(one, target, _shape(options, one, target, device), budget, load, plain, plain_room, max(options.lengths))
-        for one in candidates
-    ]
-
-
-def _row(
-    candidate: AdviseCandidate,
-    target: ModelShape,
-    draft: ModelShape | None,
-    budget: Budget,
-    load: Load,
-    plain: Account,
-    plain_room: int,
-    num_draft: int,
-) -> MemoryRow:
-    own = Load(load.batch, load.context_tokens, num_draft, load.max_prompt_tokens)
-    needed = account(target, draft, own)
-    displaced = needed.total_bytes - plain.total_bytes
-    return MemoryRow(
-        candidate.name,
-        needed.draft_weight_bytes,
-        needed.draft_kv_bytes,
-        needed.total_bytes,
-        plain.total_bytes,
-        displaced // target.kv_bytes_per_token if target.kv_bytes_per_token else 0,
-        1 - needed.total_bytes / budget.memory_bytes,
-        MemoryRoom(plain_room, largest_batch(target, draft, own, budget)),
-    )
+    own, found = Load(load.batch, load.context_tokens, max(options.lengths), load.max_prompt_tokens), []
+    for one in candidates:
+        draft = _shape(options, one, target, device)
+        needed = account(target, draft, own)
+        displaced = needed.total_bytes - plain.total_bytes
+        row = MemoryRow(
+            one.name,
+            needed.draft_weight_bytes,
+            needed.draft_kv_bytes,
+            needed.total_bytes,
+            plain.total_bytes,
+            displaced // target.kv_bytes_per_token if target.kv_bytes_per_token else 0,
+            1 - needed.total_bytes / budget.memory_bytes,
+            MemoryRoom(plain_room, largest_batch(target, draft, own, budget)),
+        )
+        found.append(row)
+    return found
 
 
 def _shape(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.cells import ALL_SLICES, CostRow, Machine, SpeedCell, best_cells, cells_of, cost_rows
@@ -73,21 +72,17 @@ def advise_report(options: AdviseOptions, found: Measured, command: str, caveats
     sweep = cells_of(found.answers, found.costs, options.loads, options.lengths, rooms)
     best = best_cells(sweep)
     findings = _findings(options, found, best)
-    verdicts = [
-        candidate_verdict(
-            one.name,
-            [cell for cell in best if cell.candidate == one.name],
-            [finding for finding in findings if finding.candidate == one.name],
-        )
-        for one in found.candidates
-    ]
+    verdicts = []
+    for one in found.candidates:
+        cells = [cell for cell in best if cell.candidate == one.name]
+        verdicts.append(candidate_verdict(one.name, cells, [own for own in findings if own.candidate == one.name]))
     verdict = verdict_of(verdicts, best, found.costs, found.failed)
     chosen = next((one for one in found.candidates if one.name == verdict.candidate), None)
     own = [cell for cell in best if cell.candidate == (verdict.candidate or verdict.nearest)]
     costs = cost_rows(found.machines, own, options.slo_ms, MARGIN)
     lines = launch_lines(chosen, options.target, verdict.num_draft, verdict.routing, found.engines)
     settings = settings_of(chosen, options.target, verdict.routing)
-    results: dict[str, Any] = {
+    results = {
         "kind": "advise",
         "answer": verdict.answer,
         "verdict": verdict,
@@ -155,19 +150,20 @@ def _findings(options: AdviseOptions, found: Measured, best: Sequence[SpeedCell]
     return findings
 
 
+_LOAD: Mapping[str, Callable[[SpeedCell], str]] = {  # by heading; beside them stands whether it pays
+    "drafter": lambda cell: cell.candidate,
+    "requests": lambda cell: str(cell.concurrency),
+    "draft tokens": lambda cell: str(cell.num_draft),
+    "speed-up": lambda cell: ratio_text(cell.speedup),
+    "decoding": lambda cell: f"{cell.decode_speedup:.2f}x",
+    "per step": lambda cell: f"{cell.emitted_per_step:.2f}",
+    "step": lambda cell: f"{cell.step_ratio:.2f}",
+    "tok/s": lambda cell: f"{cell.plain_tokens_per_s:.4g} > {cell.tokens_per_s:.4g}",
+    "ms/token": lambda cell: f"{cell.plain_ms_per_token:.3g} > {cell.ms_per_token:.3g}",
+}
+
+
 def _load_table(best: Sequence[SpeedCell], options: AdviseOptions) -> Table:
-    headings = (
-        "drafter",
-        "requests",
-        "draft tokens",
-        "speed-up",
-        "decoding",
-        "per step",
-        "step",
-        "tok/s",
-        "ms/token",
-        "pays",
-    )
     lines, styles = [], []
     for cell in (cell for cell in best if cell.slice == ALL_SLICES):
         pays = "yes" if cell.pays(MARGIN) else "no"
@@ -176,21 +172,8 @@ def _load_table(best: Sequence[SpeedCell], options: AdviseOptions) -> Table:
         if cell.served < cell.concurrency:
             pays += f", {cell.served} fit"
         styles.append(None if pays == "yes" else "yellow")
-        lines.append(
-            (
-                cell.candidate,
-                str(cell.concurrency),
-                str(cell.num_draft),
-                ratio_text(cell.speedup),
-                f"{cell.decode_speedup:.2f}x",
-                f"{cell.emitted_per_step:.2f}",
-                f"{cell.step_ratio:.2f}",
-                f"{cell.plain_tokens_per_s:.4g} > {cell.tokens_per_s:.4g}",
-                f"{cell.plain_ms_per_token:.3g} > {cell.ms_per_token:.3g}",
-                pays,
-            )
-        )
-    return Table("By load", headings, tuple(lines), styles=tuple(styles))
+        lines.append((*(text(cell) for text in _LOAD.values()), pays))
+    return Table("By load", (*_LOAD, "pays"), tuple(lines), styles=tuple(styles))
 
 
 def _slice_tables(best: Sequence[SpeedCell]) -> tuple[Table, ...]:
@@ -206,45 +189,32 @@ def _slice_tables(best: Sequence[SpeedCell]) -> tuple[Table, ...]:
 
 
 def _sweep_table(sweep: Sequence[SpeedCell], options: AdviseOptions) -> Table:
-    known = {(cell.candidate, cell.concurrency, cell.num_draft): cell for cell in sweep if cell.slice == ALL_SLICES}
-    places = list(dict.fromkeys(key[:2] for key in known))
+    own = [cell for cell in sweep if cell.slice == ALL_SLICES]
+    known = {(cell.candidate, cell.concurrency, cell.num_draft): f"{cell.speedup.value:.2f}" for cell in own}
+    places = dict.fromkeys((cell.candidate, cell.concurrency) for cell in own)
     lines = tuple(
-        (name, str(load), *(_value(known.get((name, load, length))) for length in options.lengths))
-        for name, load in places
+        (name, str(load), *(known.get((name, load, n), "") for n in options.lengths)) for name, load in places
     )
     return Table("Speed-up by draft tokens", ("drafter", "requests", *map(str, options.lengths)), lines)
 
 
-def _value(cell: SpeedCell | None) -> str:
-    return "" if cell is None else f"{cell.speedup.value:.2f}"
+_MEMORY: Mapping[str, Callable[[MemoryRow], str]] = {  # by heading
+    "drafter": lambda row: row.candidate,
+    "weights MiB": lambda row: f"{row.draft_weight_bytes / _MEBI:,.0f}",
+    "cache MiB": lambda row: f"{row.draft_kv_bytes / _MEBI:,.0f}",
+    "in all MiB": lambda row: f"{row.displaced_bytes / _MEBI:,.0f}",
+    "cache tokens displaced": lambda row: f"{row.displaced_tokens:,}",
+    "requests that fit": lambda row: f"{row.room.plain:,} > {row.room.candidate:,}",
+    "left free": lambda row: f"{max(0.0, row.left_free):.0%}",
+}
 
 
 def _memory_tables(found: Measured) -> tuple[Table, ...]:
     if found.budget is None or not found.memory:
         return ()
-    lines = tuple(
-        (
-            row.candidate,
-            f"{row.draft_weight_bytes / _MEBI:,.0f}",
-            f"{row.draft_kv_bytes / _MEBI:,.0f}",
-            f"{row.displaced_bytes / _MEBI:,.0f}",
-            f"{row.displaced_tokens:,}",
-            f"{row.room.plain:,} > {row.room.candidate:,}",
-            f"{max(0.0, row.left_free):.0%}",
-        )
-        for row in found.memory
-    )
-    headings = (
-        "drafter",
-        "weights MiB",
-        "cache MiB",
-        "in all MiB",
-        "cache tokens displaced",
-        "requests that fit",
-        "left free",
-    )
+    lines = tuple(tuple(text(row) for text in _MEMORY.values()) for row in found.memory)
     budget = f"of {found.budget.memory_bytes / 2**30:,.1f} GiB, {found.budget.reserve:.0%} kept free"
-    return (Table(f"Memory at the highest load, {budget}", headings, lines),)
+    return (Table(f"Memory at the highest load, {budget}", tuple(_MEMORY), lines),)
 
 
 def _cost_tables(costs: Sequence[CostRow], options: AdviseOptions) -> tuple[Table, ...]:

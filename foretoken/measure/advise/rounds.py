@@ -84,10 +84,8 @@ class AnswerRounds:
 
 def read_rounds(values: Mapping[str, Any]) -> AnswerRounds:
     """An answer that a file holds as plain values."""
-    rounds = tuple(
-        DraftRound(one["num_drafted"], tuple(one["path"]), tuple(one["parents"])) for one in values["rounds"]
-    )
-    return AnswerRounds(**{**values, "rounds": rounds})
+    rounds = [DraftRound(one["num_drafted"], tuple(one["path"]), tuple(one["parents"])) for one in values["rounds"]]
+    return AnswerRounds(**{**values, "rounds": tuple(rounds)})
 
 
 def answered(found: Sequence[AnswerRounds], num_prompts: int) -> list[AnswerRounds]:

@@ -21,9 +21,9 @@ from foretoken.machine.identity import machine, versions
 from foretoken.machine.neighbours import OtherLoad, is_contended
 from foretoken.measure.advise.candidates import AdviseCandidate, candidates_of
 from foretoken.measure.advise.cells import Machine, machines_of
-from foretoken.measure.advise.costs import LoadCosts, measure_costs
+from foretoken.measure.advise.costs import measure_costs
 from foretoken.measure.advise.elsewhere import measured_elsewhere
-from foretoken.measure.advise.memory import MemoryRow, budget_of, memory_rows
+from foretoken.measure.advise.memory import budget_of, memory_rows
 from foretoken.measure.advise.options import FREE_TO_CHANGE, AdviseOptions
 from foretoken.measure.advise.report import Measured, advise_report
 from foretoken.measure.advise.rounds import AnswerRounds, RoundRecorder, answered, read_rounds
@@ -37,7 +37,6 @@ from foretoken.measure.report import Report, interruption_notes, load_average, s
 from foretoken.measure.write import write_report
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_device
-from foretoken.plan.memory import Budget
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -135,11 +134,16 @@ def measured(
         about = {"models": models, "files": files, "versions": versions(), "machine": machine()}
         with closing(kept_run(options.resume, "advise", asked, options, without=FREE_TO_CHANGE, **about)) as kept:
             answers, interrupted = _answers(llm, options, usable, prompts, kept, console)
-        notes = _notes(options, prompt_tokens, costs)
+        notes = [*costs.left_out, *_library_texts(options)]
+        if costs.prompt_tokens < prompt_tokens:
+            notes.append(f"Prompts have {prompt_tokens} tokens, and steps were timed behind {costs.prompt_tokens}.")
         if is_contended(share):
             notes.append(f"Other processes took {share:.0%} of the cores while steps were timed: measure again alone.")
-        rows, unknown = _memory(options, usable, budget, prompt_tokens, device)
-        notes += unknown
+        try:
+            rows = memory_rows(options, usable, budget, prompt_tokens, device)
+        except UnsupportedModelError as error:  # shapes do not follow from the files
+            rows = []
+            notes.append(f"Memory was not planned: {error}")
     found = usable, answers, costs, rows, budget, machines, loaded.findings, loaded.failed, notes
     return Measured(*found, interrupted=interrupted)
 
@@ -244,20 +248,3 @@ def _library_texts(options: AdviseOptions) -> list[str]:
     if options.prompts is not None:
         return []
     return ["No prompts were given: acceptance was measured on the library's own texts, and depends on texts."]
-
-
-def _notes(options: AdviseOptions, prompt_tokens: int, costs: LoadCosts) -> list[str]:
-    found = [*costs.left_out, *_library_texts(options)]
-    if costs.prompt_tokens < prompt_tokens:
-        found.append(f"Prompts have {prompt_tokens} tokens, and steps were timed behind {costs.prompt_tokens}.")
-    return found
-
-
-def _memory(
-    options: AdviseOptions, usable: Sequence[AdviseCandidate], budget: Budget, prompt_tokens: int, device: torch.device
-) -> tuple[list[MemoryRow], list[str]]:
-    """The rows; none and a note where shapes do not follow from the files."""
-    try:
-        return memory_rows(options, usable, budget, prompt_tokens, device), []
-    except UnsupportedModelError as error:
-        return [], [f"Memory was not planned: {error}"]

@@ -66,9 +66,8 @@ def of_pair(
     difference = own.same_vocabulary(theirs)
     if difference is not None:
         finding = f"draft {source!r} has another tokenizer than the target ({difference})"
-        remedy = (
-            "its text is translated here, and vLLM, SGLang, TensorRT-LLM and TGI refuse it; use a draft of the family"
-        )
+        others = "vLLM, SGLang, TensorRT-LLM and TGI"
+        remedy = f"its text is translated here, and {others} refuse it; use a draft of the family"
         found.append(Finding("tokenizer", candidate, finding, remedy, True))
     else:
         found += _from(of_draft_text(source, text_format(own), text_format(theirs)), candidate)
@@ -222,23 +221,20 @@ def verdict_of(
     shortest = shortest_answer(best.candidate, list(own.values()), costs)
     if shortest:
         routing["min_tokens_to_speculate"] = shortest
-    return AdviceVerdict(
-        best.answer, best.candidate, None, num_draft, _sentence(best, own, cells), best.reasons, routing
-    )
+    sentence = _sentence(best, own, cells)
+    return AdviceVerdict(best.answer, best.candidate, None, num_draft, sentence, best.reasons, routing)
 
 
 def _no(ranked: Sequence[CandidateVerdict], failed: Mapping[str, str]) -> AdviceVerdict:
     if not ranked:
         reasons = tuple(f"{name}: {reason}" for name, reason in failed.items())
-        return AdviceVerdict(
-            "no", None, None, 0, f"Don't speculate: nothing here can draft. {'; '.join(reasons)}.", reasons
-        )
+        sentence = f"Don't speculate: nothing here can draft. {'; '.join(reasons)}."
+        return AdviceVerdict("no", None, None, 0, sentence, reasons)
     nearest = ranked[0]
-    sentence = (
-        f"Don't speculate: of {len(ranked)} drafters none pays; {nearest.candidate}: {'; '.join(nearest.reasons)}."
-    )
+    why = f"{nearest.candidate}: {'; '.join(nearest.reasons)}."
+    sentence = f"Don't speculate: of {len(ranked)} drafters none pays; {why}"
     if len(ranked) == 1:
-        sentence = f"Don't speculate with {nearest.candidate}: {'; '.join(nearest.reasons)}."
+        sentence = f"Don't speculate with {why}"
     return AdviceVerdict("no", None, nearest.candidate, 0, sentence, nearest.reasons)
 
 

@@ -61,19 +61,15 @@ def open_draft_or_finding(folder: Path, target: Path, dtype: str) -> Student | F
 
 def read_findings(head: Path, target: Path) -> Iterator[FileFinding]:
     """What makes another target likely, without being sure: other weights than in training, or another name."""
-    path = head / HEAD_NOTE
+    path, remedy = head / HEAD_NOTE, "take the head of this very checkpoint, or train one (foretoken train)"
     note = read_json(path) if path.exists() else {}
     if are_other_weights(note.get("weights"), weights_digest(target)):
         found = f"{path}: the head was trained with other weights than those of {target}"
-        yield FileFinding(
-            "other target", found, "take the head of this very checkpoint, or train one (foretoken train)"
-        )
+        yield FileFinding("other target", found, remedy)
     named, own = _named_target(head), read_raw_config(target).get("_name_or_path")
     if named and isinstance(own, str) and own and _last(named) not in (_last(own), target.name.lower()):
         found = f"{head / 'config.json'} names the target {named!r}, and {target} says it is {own!r}"
-        yield FileFinding(
-            "other target", found, "take the head of this very checkpoint, or train one (foretoken train)"
-        )
+        yield FileFinding("other target", found, remedy)
 
 
 def trained_length(head: Path) -> int | None:

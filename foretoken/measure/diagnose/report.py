@@ -81,7 +81,7 @@ def diagnose_report(options: DiagnoseOptions, found: Diagnosis, command: str) ->
     conclusion = conclusion_of(options, found)
     rows = [_row("as it is", found.base)] if found.base is not None else []
     rows += [_trial_row(one, len(found.trials)) for one in found.trials]
-    results: dict[str, Any] = {
+    results = {
         "kind": "diagnose",
         "cause": conclusion.cause,
         "verdict": conclusion.verdict,
@@ -128,9 +128,9 @@ def conclusion_of(options: DiagnoseOptions, found: Diagnosis) -> Conclusion:
         return Conclusion(None, f"No verdict: the run was interrupted; {tried}.")
     if found.findings:
         first = found.findings[0]
-        by_trial = (
-            "" if found.base is None else f" It accepts {found.base.per_draft:.2f} per draft, and no repair helps."
-        )
+        by_trial = ""
+        if found.base is not None:
+            by_trial = f" It accepts {found.base.per_draft:.2f} per draft, and no repair helps."
         verdict = f"Cause{'' if first.is_certain else ' (likely)'}: {first.cause}. {first.found}.{by_trial}"
         return Conclusion(first.cause, verdict, first.remedy)
     assert found.base is not None
@@ -139,18 +139,14 @@ def conclusion_of(options: DiagnoseOptions, found: Diagnosis) -> Conclusion:
         why = "near chance, and no repair helps: it is not trained, or for another target"
         remedy = "take the head that was trained for this very checkpoint, or train one (foretoken train eagle)"
         return Conclusion("other target", f"Cause (likely): other target. The {what} {accepts}, {why}.", remedy)
-    if found.reported is not None and _is_worse(found.reported, found.base):
+    low = found.base.per_draft if found.base.interval is None else found.base.interval.low
+    if found.reported is not None and found.reported.per_draft < low - _MIN_GAIN:
         near = f"; with {found.nearest.repair.changed} the {what} would accept as much" if found.nearest else ""
         served = f"by itself, the server {found.reported.per_draft:.2f}{near}"
         remedy = "compare how the server reads the head with the table: its config, number format and chat template"
         return Conclusion("endpoint", f"Cause: the endpoint. The {what} {accepts} {served}.", remedy)
     steps = f"({1 + found.base.per_draft:.2f} tokens per step)"
     return Conclusion(None, f"Nothing wrong found; this {what} {accepts} by itself {steps}.")
-
-
-def _is_worse(reported: Reported, base: Accepted) -> bool:
-    low = base.per_draft if base.interval is None else base.interval.low
-    return reported.per_draft < low - _MIN_GAIN
 
 
 def _row(name: str, accepted: Accepted) -> dict[str, Any]:
@@ -194,9 +190,8 @@ def _caveats(options: DiagnoseOptions, found: Diagnosis) -> list[str]:
     if found.reported is not None:
         caveats.append(f"{options.url} is {found.reported.server}; read were {found.reported.source}.")
     for one in found.causes[1:]:
-        caveats.append(
-            f"Also better with {one.repair.changed} (gain {_gain(one, len(found.trials))}): {one.repair.remedy}."
-        )
+        gain = _gain(one, len(found.trials))
+        caveats.append(f"Also better with {one.repair.changed} (gain {gain}): {one.repair.remedy}.")
     if found.base is not None and found.causes and found.findings:
         caveats.extend(f"{one.found}: {one.remedy}." for one in found.findings)
     return caveats

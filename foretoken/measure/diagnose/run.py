@@ -65,9 +65,8 @@ def diagnose(target: str, head: str | None = None, **options: Any) -> Report:  #
         ModelError: a model or a head that cannot be read, or does not run in our own decoder.
         UnavailableError: a server that does not answer.
     """
-    return run_diagnose(
-        from_mapping(DiagnoseOptions, {"target": target, "head": head} | options), command="foretoken.diagnose(...)"
-    )
+    given = {"target": target, "head": head} | options
+    return run_diagnose(from_mapping(DiagnoseOptions, given), command="foretoken.diagnose(...)")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def run_diagnose(options: DiagnoseOptions, command: str = "foretoken diagnose") 
         StorageError: see `KeptFile`.
         KeyboardInterrupt: it came before anything was measured.
     """
-    prompts = _prompts(options)
+    prompts = in_turns(prompts_of(options.prompts, (ALL,), options.num_prompts))[: options.num_prompts]
     asked = {"prompts": [one.key for one in prompts]}
     about = {"models": (options.target, options.head, options.draft), "versions": versions()}
     with closing(kept_run(options.resume, "diagnose", asked, options, **about)) as kept:
@@ -153,11 +152,6 @@ def _drafter(options: DiagnoseOptions) -> Path:
 def _open(options: DiagnoseOptions, dtype: str) -> Student | FileFinding:
     opener = open_draft_or_finding if options.head is None else open_head_or_finding
     return opener(_drafter(options), model_folder(options.target), dtype)
-
-
-def _prompts(options: DiagnoseOptions) -> list[EvalPrompt]:
-    """As many prompts as are wanted, from all slices in turns."""
-    return in_turns(prompts_of(options.prompts, (ALL,), options.num_prompts))[: options.num_prompts]
 
 
 def _asked(repair: Repair, as_given: _Prompted) -> _Prompted:
