@@ -127,12 +127,8 @@ class Adaptation:
         before, after = yield from self._scores(windows, learnt)
         found = change(before, after)
         self._is_judged = True
-        self._state = replace(
-            self._state,
-            num_judged=self._state.num_judged + 1,
-            before=statistics.fmean(before),
-            after=statistics.fmean(after),
-        )
+        num_judged, means = self._state.num_judged + 1, (statistics.fmean(before), statistics.fmean(after))
+        self._state = replace(self._state, num_judged=num_judged, before=means[0], after=means[1])
         if found.rises:
             self._earlier = self._in_use
             self._state = replace(self._state, num_swaps=self._state.num_swaps + 1)
@@ -228,13 +224,9 @@ class HeadLearner:
             own.copy_(numbers(weights[name]))
         batch = self._batch(window)
         logits, vocabulary = target_logits(batch, self._target.output_logits), self._judge.vocabulary
-        accepted = [
-            same_argmax(place, logits, vocabulary).float()
-            if window.is_greedy
-            else acceptance(place, logits, vocabulary)
-            for place in self._judge.places(batch, self._target, NUM_PLACES, seed=0)
-            if len(place.rows)
-        ]
+        rate = same_argmax if window.is_greedy else acceptance
+        places = self._judge.places(batch, self._target, NUM_PLACES, seed=0)
+        accepted = [rate(place, logits, vocabulary).float() for place in places if len(place.rows)]
         return emitted_per_step([float(rows.mean()) for rows in accepted])
 
     def weights(self) -> Weights:
@@ -269,21 +261,16 @@ class _FrozenTarget:
     """
 
     def __init__(self, target: SharesWeights, dtype: torch.dtype) -> None:
-        self._target = target
-        # [V, D] and [V]; only for heads without an output matrix of their own
-        self._product: tuple[Tensor, Tensor] | None = None
-        self._dtype = dtype
+        self._target, self._dtype = target, dtype
+        self._product: tuple[Tensor, Tensor] | None = None  # [V, D], [V]; for heads without an output matrix
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `SharedWeights`."""
         return self._target.embed(tokens).float()
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """See `SharedWeights`."""
         return self._target.final_norm(hidden.to(self._dtype)).float()
 
     def output_logits(self, normed: Tensor) -> Tensor:
-        """See `SharedWeights`."""
         rows = normed.to(self._dtype)
         if not rows.requires_grad:
             return self._target.output_logits(rows)

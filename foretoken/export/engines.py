@@ -94,9 +94,8 @@ def target_reason(target: str, engine: OtherEngine, has_head: bool) -> str | Non
     if not target.lower().endswith(".gguf") or (engine.name == "llamacpp" and not has_head):
         return None
     reader = "llama.cpp's converter of heads" if engine.name == "llamacpp" else NAMES[engine.name]
-    return (
-        f"{reader} is given a folder with config.json here, not a GGUF file; name the folder or hub id it was made of"
-    )
+    given = f"{reader} is given a folder with config.json here, not a GGUF file"
+    return f"{given}; name the folder or hub id it was made of"
 
 
 def _eagle_reason(config: EagleConfig, engine: OtherEngine) -> str | None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from foretoken.errors import ConfigError, StorageError
 from foretoken.export.engines import OtherEngine, refusal_reason, target_reason
@@ -28,12 +27,10 @@ from foretoken.model.loader import read_checkpoint, read_config
 from foretoken.model.weights import EMBEDDING, WEIGHTS
 from foretoken.model.weights import HEAD as OUTPUT
 
+_IN_VLLM = [("vllm", method) for method in ("eagle", "eagle3", "medusa", "draft_model")]
 _CHECKED = {
     ("llamacpp", "eagle3"): "Started with such files by us in build 0c1e570 alone",
-    **{
-        ("vllm", method): "Started with such files by us in 0.32 alone"
-        for method in ("eagle", "eagle3", "medusa", "draft_model")
-    },
+    **dict.fromkeys(_IN_VLLM, "Started with such files by us in 0.32 alone"),
 }
 
 
@@ -71,7 +68,10 @@ def export_head(
             save_speculators(head, work, target, num_draft, target_name, str(architectures[0]))
         else:
             save_head(head, work, target, target_folder, target_name if head.config.method == "medusa" else None)
-            _adapt(work, head, engine, target_folder)
+            if engine.name == "sglang":
+                _adapt_to_sglang(work, head)
+            elif engine.name == "vllm" and isinstance(head.config, MedusaConfig) and not head.config.has_own_output:
+                _add_shared_output(work, head, target_folder)
 
     _write(out, engine, launch, head.config.method, num_draft, fill)
     return launch
@@ -102,28 +102,17 @@ def _check(head: Head, engine: OtherEngine, num_draft: int, as_speculators: bool
         raise ConfigError("num_draft", num_draft, f"this head drafts at most {most} tokens")
 
 
-def _adapt(folder: Path, head: Head, engine: OtherEngine, target_folder: Path) -> None:
-    """Change the directory where an engine reads another variant than the portable one."""
-    if engine.name == "sglang":
-        _adapt_to_sglang(folder, head)
-    elif engine.name == "vllm" and isinstance(head.config, MedusaConfig) and not head.config.has_own_output:
-        _add_shared_output(folder, head, target_folder)
-
-
 def _add_shared_output(folder: Path, head: Head, target_folder: Path) -> None:
     """Put the target's output matrix beside Medusa heads that use it: vLLM never takes it from the target, and would
     multiply by a matrix of whatever its memory held.
     """
     tensors = load_file(folder / MEDUSA_WEIGHTS)
     dtype = next(head.parameters()).dtype
-    matrix = _output_matrix(target_folder)[head.vocabulary.ids.cpu()].to(dtype)  # [V_d, D]
+    target, weights = read_checkpoint(target_folder)
+    name = EMBEDDING if target.tie_embeddings else OUTPUT
+    whole = weights.read(name, (target.vocab_size, target.hidden_size))  # [V, D]
+    matrix = whole[head.vocabulary.ids.cpu()].to(dtype)  # [V_d, D]
     save_file(tensors | {SHARED_OUTPUT: matrix.contiguous()}, folder / MEDUSA_WEIGHTS, metadata={"format": "pt"})
-
-
-def _output_matrix(target_folder: Path) -> Tensor:
-    """The matrix [V, D] from which a target's logits come: of its own, or its embedding."""
-    config, weights = read_checkpoint(target_folder)
-    return weights.read(EMBEDDING if config.tie_embeddings else OUTPUT, (config.vocab_size, config.hidden_size))
 
 
 def _adapt_to_sglang(folder: Path, head: Head) -> None:

@@ -5,7 +5,7 @@ draft budgets and limits of the engines that answer them.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
 from foretoken.control.queue import SchedulerConfig
@@ -85,27 +85,25 @@ def parse_trace(lines: Iterable[str], acceptance: Chances | str) -> list[Job]:
 
 
 def _job(number: int, line: str, acceptance: Chances | str) -> Job:
-    raw = parse_json(f"trace line {number}", line, line)
+    where = f"trace line {number}"
+    raw = parse_json(where, line, line)
     if not isinstance(raw, Mapping):
-        raise InputError(f"trace line {number}", line, "must be an object")
+        raise InputError(where, line, "must be an object")
     known = [field.name for field in fields(Job)]
     unknown = set(raw) - set(known)
     if unknown:
-        raise InputError(f"trace line {number}", sorted(unknown)[0], f"unknown key; known: {', '.join(known)}")
+        raise InputError(where, sorted(unknown)[0], f"unknown key; known: {', '.join(known)}")
     arrival = raw.get("arrival_s", 0.0)
-    check_number(f"trace line {number}: arrival_s", arrival, low=0.0, high=_MAX_SECONDS)
+    check_number(f"{where}: arrival_s", arrival, low=0.0, high=_MAX_SECONDS)
     for name in ("prompt_tokens", "output_tokens"):
-        count = raw.get(name)
-        check_whole(f"trace line {number}: {name}", count, low=1, high=MAX_TOKENS)
-    given = (
-        acceptance
-        if raw.get("acceptance") is None
-        else parse_acceptance(raw["acceptance"], f"trace line {number}: acceptance")
-    )
+        check_whole(f"{where}: {name}", raw.get(name), low=1, high=MAX_TOKENS)
+    given = acceptance
+    if raw.get("acceptance") is not None:
+        given = parse_acceptance(raw["acceptance"], f"{where}: acceptance")
     priority, deadline_s = raw.get("priority", 0), raw.get("deadline_s")
-    check_whole(f"trace line {number}: priority", priority, *PRIORITIES)
+    check_whole(f"{where}: priority", priority, *PRIORITIES)
     if deadline_s is not None:
-        check_number(f"trace line {number}: deadline_s", deadline_s, *DEADLINES_S, open_low=True)
+        check_number(f"{where}: deadline_s", deadline_s, *DEADLINES_S, open_low=True)
     return Job(float(arrival), raw["prompt_tokens"], raw["output_tokens"], given, priority, deadline_s)
 
 
@@ -114,9 +112,8 @@ def parse_acceptance(value: object, field: str = "acceptance") -> Chances | str:
     if isinstance(value, str) and value:
         return value
     given = value if isinstance(value, list | tuple) else [value]
-    chances = tuple(
-        float(c) for c in given if isinstance(c, int | float) and not isinstance(c, bool) and 0 <= c <= 1
-    )  # no NaN
+    numbers = [c for c in given if isinstance(c, int | float) and not isinstance(c, bool)]
+    chances = tuple(float(c) for c in numbers if 0 <= c <= 1)  # no NaN
     if not chances or len(chances) < len(given):
         raise InputError(field, value, "must be a chance from 0 to 1, a list of them by place, or a name")
     return chances
@@ -143,17 +140,10 @@ def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
             check_number(f"bench row {number}: acceptance_per_position", share, low=0.0, high=1.0)
         known = found.setdefault(drafter, {})
         if len(shares) > len(known.get(name, ())):
-            known[name] = _conditional(shares)
+            # From the share of draft tokens kept at each place to the chance given that those before were kept.
+            pairs = zip((1.0, *shares), shares, strict=False)
+            known[name] = tuple(min(1.0, share / before) if before > 0 else 0.0 for before, share in pairs)
     return found
-
-
-def _conditional(shares: Sequence[float]) -> Chances:
-    """From the share of draft tokens kept at each place to the chance there given that those before were kept."""
-    before, chances = 1.0, []
-    for share in shares:
-        chances.append(min(1.0, share / before) if before > 0 else 0.0)
-        before = share
-    return tuple(chances)
 
 
 PLAIN, AUTO = "plain", "auto"

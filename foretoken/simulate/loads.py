@@ -17,11 +17,8 @@ from foretoken.simulate.inputs import Job, Lengths, Limits, SimSetting
 from foretoken.simulate.sim_request import Known
 from foretoken.simulate.simulate import simulate
 
-_FEWEST_S, _MAX_S, _ALONE_TIMES = (
-    12.0,
-    40.0,
-    20.0,
-)  # a trace lasts so many times as long as one answer alone, within these bounds
+_FEWEST_S, _MAX_S = 12.0, 40.0  # bounds of a trace's length
+_ALONE_TIMES = 20.0  # a trace lasts so many times as long as one answer alone
 _SAMPLE = 8  # requests per place of the batch, for the capacity
 
 
@@ -95,10 +92,8 @@ def built_in(name: str, server: Server, seed: int, seconds: float | None = None)
     if seconds is None:
         seconds = min(_MAX_S, max(_FEWEST_S, _ALONE_TIMES * server.alone_s(few)))
     shape, rng = SHAPES[name], random.Random(f"arrivals {name} {seed}")
-    return [
-        replace(_request(shape, rng), arrival_s=time_s)
-        for time_s in _arrivals(shape, server.capacity(few), seconds, rng)
-    ]
+    times = _arrivals(shape, server.capacity(few), seconds, rng)
+    return [replace(_request(shape, rng), arrival_s=time_s) for time_s in times]
 
 
 def _request(shape: LoadShape, rng: random.Random) -> Job:

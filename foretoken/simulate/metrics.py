@@ -53,22 +53,13 @@ class Served:
 
 def outcome(ended: Ended, price_per_hour: float | None = None) -> SimMetrics:
     """The figures of a simulation; `price_per_hour` is what one engine costs, busy or not."""
-    served = [
-        Served(
-            c.job.arrival_s,
-            _told(c.first_s),
-            _told(c.finish_s),
-            c.num_emitted,
-            c.num_steps,
-            c.num_drafted,
-            c.num_accepted,
-        )
-        for c in ended.requests
-    ]
-    busy_s, num_steps = (
-        sum(engine.busy_s for engine in ended.engines),
-        sum(engine.num_steps for engine in ended.engines),
-    )
+    served = []
+    for one in ended.requests:
+        assert one.first_s is not None, "a request was never finished"
+        assert one.finish_s is not None, "a request was never finished"
+        counts = one.num_emitted, one.num_steps, one.num_drafted, one.num_accepted
+        served.append(Served(one.job.arrival_s, one.first_s, one.finish_s, *counts))
+    busy_s, num_steps = sum(one.busy_s for one in ended.engines), sum(one.num_steps for one in ended.engines)
     return figures(ended.setting.name, served, busy_s, num_steps, len(ended.engines), price_per_hour)
 
 
@@ -129,8 +120,3 @@ def _mean_in_system(arrivals: Sequence[float], finishes: Sequence[float], makesp
         area += count * (time - before)
         count, before = count + change, time
     return area / makespan_s if makespan_s > 0 else 0.0
-
-
-def _told(time_s: float | None) -> float:
-    assert time_s is not None, "a request was never finished"
-    return time_s

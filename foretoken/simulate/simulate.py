@@ -98,35 +98,29 @@ class Step:
     preempted: tuple[int, ...] = ()
 
 
-class SimCache:
-    """What each running request holds, counted in tokens and whole blocks."""
+class _SimCache:
+    """A `queue.Cache`: what each running request holds, counted in tokens and whole blocks."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.held = limits, dict[int, int]()
 
     @property
     def capacity_tokens(self) -> float:
-        """See `queue.Cache`."""
         return self.limits.capacity_tokens
 
     def footprint_tokens(self, num_tokens: int) -> int:
-        """See `queue.Cache`."""
         return self.limits.footprint_tokens(num_tokens)
 
     def num_free_tokens(self) -> float:
-        """See `queue.Cache`."""
         return self.limits.capacity_tokens - sum(self.limits.footprint_tokens(held) for held in self.held.values())
 
     def length(self, request_id: int) -> int:
-        """See `queue.Cache`."""
         return self.held[request_id]
 
     def open(self, request_id: int) -> None:
-        """See `queue.Cache`."""
         self.held[request_id] = 0
 
     def close(self, request_id: int) -> None:
-        """See `queue.Cache`."""
         del self.held[request_id]
 
 
@@ -165,7 +159,7 @@ class SimEngine:
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(lambda: 0.0, config=self.config)  # deciding takes no time here
-        self.cache = SimCache(self.limits)
+        self.cache = _SimCache(self.limits)
         self.queue = Queue(self.cache, self.limits)
 
     def add(self, request: SimRequest) -> None:
@@ -252,18 +246,16 @@ class SimEngine:
         target_s = self.profile.step_s(rows, contexts, sum(part.num_read for part in read))
         draft_s, num_read = self._draft(decode, previews)
         lasts = [part for part in read if self._reads_last(part)]
-        return (
-            StepOutcome(
-                rounds=[_outcome(part) for part in (*decode, *lasts)],
-                only_decodes=not read,
-                num_rows=rows,
-                num_nodes=rows - len(decode),
-                target_s=target_s,
-                draft_s=draft_s,
-                num_read_tokens=num_read,
-            ),
-            target_s,
+        outcome = StepOutcome(
+            rounds=[_outcome(part) for part in (*decode, *lasts)],
+            only_decodes=not read,
+            num_rows=rows,
+            num_nodes=rows - len(decode),
+            target_s=target_s,
+            draft_s=draft_s,
+            num_read_tokens=num_read,
         )
+        return outcome, target_s
 
     def _draft(self, decode: Sequence[_Part], previews: Previews) -> tuple[dict[Hashable, float], dict[Hashable, int]]:
         """Seconds of each drafter, and tokens that are new to it: a text that it has not seen is read first."""

@@ -82,15 +82,13 @@ def placed_prompts(path: Path) -> list[tuple[str, PromptContent]]:
     """
     # Not `str.splitlines`, which cuts at characters that JSON's texts may hold, such as U+2028.
     lines = enumerate(read_text("prompts", path).split("\n"), start=1)
-    found = [_prompt(f"{path}:{number}", line) for number, line in lines if line.strip()]
+    found: list[tuple[str, PromptContent]] = []
+    for where, line in ((f"{path}:{number}", line) for number, line in lines if line.strip()):
+        item = parse_json("prompts", where, line)
+        found.append((where, prompt_content(where, item if isinstance(item, dict) else {})))
     if not found:
         raise InputError("prompts", str(path), "holds no prompt; write one JSON object a line")
     return found
-
-
-def _prompt(where: str, line: str) -> tuple[str, PromptContent]:
-    item = parse_json("prompts", where, line)
-    return where, prompt_content(where, item if isinstance(item, dict) else {})
 
 
 def write_answers(
@@ -302,7 +300,8 @@ def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:
     """Places that are answered; writes the header of a new file, and drops a line that was not finished."""
     first = (to_json(header) + "\n").encode()
     try:
-        if _begins(path, first):
+        # A part of the first line alone: a full disk, or a kill, came before its end.
+        if path.is_file() and path.stat().st_size < len(first) and first.startswith(path.read_bytes()):
             path.write_bytes(first)
             return set()
         lines = _whole_lines("out", path)
@@ -321,17 +320,11 @@ def _resume(path: Path, header: Mapping[str, Any]) -> set[int]:
     return done
 
 
-def _begins(path: Path, first: bytes) -> bool:
-    """Whether the file at `path` is a part of its `first` line: a full disk, or a kill, came before its end."""
-    return path.is_file() and path.stat().st_size < len(first) and first.startswith(path.read_bytes())
-
-
 def _check_header(path: Path, found: object, header: Mapping[str, Any]) -> None:
     before = found if isinstance(found, dict) else {}
     for name, value in header.items():
-        if before.get(name) != value and (
-            name in before or name != "end_tokens"
-        ):  # an earlier version did not write them
+        is_new = name == "end_tokens" and name not in before  # an earlier version did not write them
+        if before.get(name) != value and not is_new:
             of_file = name in ("kind", "target", "prompts", "end_tokens")
             remedy = f"the answers in {path} were made with {name}={before.get(name)!r}; use that, or another file"
             raise ConfigError("out" if of_file else name, str(path) if of_file else value, remedy)

@@ -70,9 +70,8 @@ def standard_library(root: Path | None = None) -> Corpus:
 def is_held_out(relative: Path) -> bool:
     """Whether a library file is a held-out module, lies inside a held-out package, or tests one."""
     names = {part.removesuffix(".py") for part in relative.parts}
-    return bool(names & HELD_OUT_MODULES) or any(
-        name.startswith("test_") and name[5:] in HELD_OUT_MODULES for name in names
-    )
+    tested = {name.removeprefix("test_") for name in names}
+    return not HELD_OUT_MODULES.isdisjoint(names | tested)
 
 
 def documents(name: str, text: str) -> Iterator[Document]:
@@ -117,29 +116,17 @@ _NEW_NAMES = (
 
 def _index(name: str, tree: ast.Module) -> dict[str, list[dict[str, object]] | str]:
     functions = [_signature(node) for node in tree.body if isinstance(node, ast.FunctionDef)]
-    classes: list[dict[str, object]] = [
-        {
-            "name": node.name,
-            "line": node.lineno,
-            "bases": [ast.unparse(base) for base in node.bases],
-            "methods": [_signature(child) for child in node.body if isinstance(child, ast.FunctionDef)][
-                :_INDEX_METHODS
-            ],
-        }
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    ]
+    classes: list[dict[str, object]] = []
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        methods = [_signature(child) for child in node.body if isinstance(child, ast.FunctionDef)][:_INDEX_METHODS]
+        bases = [ast.unparse(base) for base in node.bases]
+        classes.append({"name": node.name, "line": node.lineno, "bases": bases, "methods": methods})
     return {"module": name, "functions": functions[:_INDEX_FUNCTIONS], "classes": classes[:_INDEX_CLASSES]}
 
 
 def _signature(node: ast.FunctionDef) -> dict[str, object]:
-    doc = (ast.get_docstring(node) or "").strip().splitlines()
-    return {
-        "name": node.name,
-        "line": node.lineno,
-        "args": [arg.arg for arg in node.args.args],
-        "doc": doc[0] if doc else None,
-    }
+    doc, args = (ast.get_docstring(node) or "").strip().splitlines(), [arg.arg for arg in node.args.args]
+    return {"name": node.name, "line": node.lineno, "args": args, "doc": doc[0] if doc else None}
 
 
 def _read(path: Path) -> str | None:

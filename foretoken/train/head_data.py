@@ -40,9 +40,8 @@ class TokenText:
         wanted = [np.arange(len(prompt) + len(answer)) >= len(prompt) for prompt, answer in pairs]
         bounds = np.cumsum([0, *map(len, ids)])
         empty = np.empty(0, dtype=np.int32)
-        return TokenText(
-            np.concatenate([empty, *ids]), np.concatenate([empty.astype(np.bool_), *wanted]), bounds.astype(np.int64)
-        )
+        masks = np.concatenate([empty.astype(np.bool_), *wanted])
+        return TokenText(np.concatenate([empty, *ids]), masks, bounds.astype(np.int64))
 
     @cached_property
     def num_wanted(self) -> int:

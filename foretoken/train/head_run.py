@@ -108,7 +108,9 @@ def prepare_run(job: HeadJob) -> PreparedRun:
     if started_folder is not None:
         head = load_head(started_folder, config, "float32", target.frozen.device, target.folder)
     else:
-        always = {*config.eos_token_ids, *_special_tokens(target)}
+        words = load_tokenizer(target.folder)
+        special = () if words is None else words.special_ids  # a template may emit them, however rare they are
+        always = {*config.eos_token_ids, *(token for token in special if token < target.vocab_size)}
         head = new_head(job.settings.head, target.frozen, counts, always, job.settings.train.seed)
     return PreparedRun(target, data, head, coverage(counts, head.vocabulary))
 
@@ -130,14 +132,6 @@ def places_of(init: str, target: str) -> int:
     """
     head = open_head(model_folder(init), read_config(model_folder(target))).network
     return head.config.max_num_draft or HeadTrainConfig.num_places
-
-
-def _special_tokens(target: JobTarget) -> set[int]:
-    """Special tokens of the target's tokenizer: a template may emit them, however rare they are."""
-    words = load_tokenizer(target.folder)
-    if words is None:
-        return set()
-    return {token for token in words.special_ids if token < target.vocab_size}
 
 
 def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
@@ -202,14 +196,10 @@ def plan_head(job: HeadJob) -> HeadPlan:
     trainer.train_step()
     step_s = time.perf_counter() - started
     parameters = sum(p.numel() for p in run.head.parameters())
-    state_bytes = sum(
-        value.nbytes
-        for optimizer in trainer.optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    state_bytes = sum(one.nbytes for state in states for one in state.values() if isinstance(one, torch.Tensor))
     weight_bytes = run.target.frozen.decoder.weight_bytes
+    wanted_bytes = states_bytes(config, run.target.frozen, len(run.head.hidden_layers()))
     return HeadPlan(
         num_parameters=parameters,
         num_steps=config.num_steps,
@@ -218,9 +208,7 @@ def plan_head(job: HeadJob) -> HeadPlan:
         train_s=step_s * config.num_steps,
         memory_bytes=weight_bytes + 8 * parameters + state_bytes + _batch_bytes(run, config),
         disk_bytes=2 * (4 * parameters + state_bytes) + 2 * parameters,
-        states_bytes=min(
-            config.state_cache_bytes, states_bytes(config, run.target.frozen, len(run.head.hidden_layers()))
-        ),
+        states_bytes=min(config.state_cache_bytes, wanted_bytes),
         coverage=run.coverage,
     )
 

@@ -67,13 +67,12 @@ class Trainer(TrainingLoop):
         super().__init__()
         self.model, self.data, self.folder, self.teacher = model, data, folder, teacher
         self.config: TrainConfig = config
-        self.optimizers = make_optimizers(
-            model, OptimizerConfig("muon", config.matrix_rate, config.vector_rate, config.weight_decay)
-        )
+        rates = config.matrix_rate, config.vector_rate
+        self.optimizers = make_optimizers(model, OptimizerConfig("muon", *rates, config.weight_decay))
         self.device = next(model.parameters()).device
-        self._loss: Callable[[Tensor], Tensor] = (
-            torch.compile(self._loss_of, dynamic=False) if config.compile else self._loss_of
-        )
+        self._loss: Callable[[Tensor], Tensor] = self._loss_of
+        if config.compile:
+            self._loss = torch.compile(self._loss_of, dynamic=False)
         self._resume()
 
     def run(self) -> Result:
@@ -87,14 +86,8 @@ class Trainer(TrainingLoop):
         if self.config.compile and not self._is_over:
             self._say("compiling the training step: the first one takes a minute or two")
         loss = self._train()
-        return Result(
-            self.step,
-            self.step * self.config.batch_tokens,
-            self.seconds,
-            loss,
-            self.bits_per_byte(),
-            self.held_out_agreement(),
-        )
+        tokens, figures = self.step * self.config.batch_tokens, (self.bits_per_byte(), self.held_out_agreement())
+        return Result(self.step, tokens, self.seconds, loss, *figures)
 
     def train_step(self) -> float:
         """See `TrainingLoop`."""

@@ -100,11 +100,8 @@ def open_states(job: RunJob, target: JobTarget, layers: Sequence[int], ranks: Ra
     if not bound:
         return None
     console = Console(stderr=True)
-    origin = {
-        "target": folder_fingerprint(target.folder),
-        "device": str(frozen.device.type),
-        "torch": torch.__version__,
-    }
+    fingerprint = folder_fingerprint(target.folder)
+    origin = {"target": fingerprint, "device": str(frozen.device.type), "torch": torch.__version__}
     folder = job.out / STATES / f"rank{ranks.rank}"
     wanted = states_bytes(job.settings.train, frozen, len(layers)) // ranks.world
     return StateCache(folder, frozen, layers, origin, bound, wanted, console.line if ranks.is_first else lambda _: None)

@@ -122,10 +122,9 @@ def _by_position(
         for place in head.places(batch, target.decoder, num_places, seed):
             alpha = acceptance(place, logits, head.vocabulary)
             match = same_argmax(place, logits, head.vocabulary)
+            size = batch.wanted[:, 1:].numel()
             for found, values in ((alphas, alpha), (matches, match)):
-                line = torch.full(
-                    (batch.wanted[:, 1:].numel(),), float("nan"), device=values.device, dtype=torch.float32
-                )
+                line = torch.full((size,), float("nan"), device=values.device, dtype=torch.float32)
                 line[place.rows - place.number] = values.float()
                 found.append(line)
     return torch.stack(alphas), torch.stack(matches)

@@ -183,9 +183,9 @@ def interruption() -> Iterator[list[int]]:
         yield came
         return
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    old = {
-        number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in numbers if _ends(number)
-    }
+    # Those that have an effect: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C.
+    ending = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    old = {number: signal.signal(number, lambda caught, _frame: came.append(caught)) for number in ending}
     try:
         yield came
     finally:
@@ -202,8 +202,3 @@ def _end_by(came: Sequence[int]) -> None:
     if came and callable(signal.getsignal(came[0])):
         signal.raise_signal(came[0])
     raise KeyboardInterrupt
-
-
-def _ends(number: int) -> bool:
-    """Whether a signal has an effect: nohup ignores SIGHUP, and a shell's background jobs ignore Ctrl-C."""
-    return signal.getsignal(number) is not signal.SIG_IGN

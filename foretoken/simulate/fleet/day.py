@@ -189,13 +189,10 @@ class FleetDay:
                 self._starting.append((when, count - cut))
         fewer = min(fewer, self._live - 1)
         if fewer:
-            hour.paid_s += fewer * self._drain_s()
+            # A drained replica goes on for those that it has: for the mean time that requests spend there.
+            ended = self._occupancy.mean_of(self._finish_rates)
+            hour.paid_s += fewer * (self._occupancy.mean / ended if ended else 0.0)
             self._live -= fewer
-
-    def _drain_s(self) -> float:
-        """How long a drained replica goes on for those that it has: the mean time that requests spend there."""
-        ended = self._occupancy.mean_of(self._finish_rates)
-        return self._occupancy.mean / ended if ended else 0.0
 
 
 def first_replicas(speed: ReplicaSpeed, rate: float, options: FleetOptions) -> int:
@@ -238,11 +235,8 @@ def p95(speed: ReplicaSpeed, hour: Hour, options: FleetOptions) -> tuple[float, 
 
 
 def _served_shares(speed: ReplicaSpeed, hour: Hour, options: FleetOptions) -> list[float]:
-    return (
-        [one / hour.arrivals for one in hour.found[: speed.max_batch_size + options.max_waiting]]
-        if hour.arrivals
-        else []
-    )
+    most = speed.max_batch_size + options.max_waiting
+    return [one / hour.arrivals for one in hour.found[:most]] if hour.arrivals else []
 
 
 def _token_s(speed: ReplicaSpeed, found: int) -> float:

@@ -106,9 +106,8 @@ class FleetPlanner:
         does.
         """
         low, high = self.options.min_replicas - 1, self.options.max_replicas
-        for number, replicas in enumerate(
-            _rising(first_replicas(speed, max(self.options.traffic.rates), self.options), high)
-        ):
+        first = first_replicas(speed, max(self.options.traffic.rates), self.options)
+        for number, replicas in enumerate(_rising(first, high)):
             say(f"{setting}, fixed: day {number + 1}")
             best = self.day(speed, None, replicas)
             if best.meets:
@@ -142,7 +141,7 @@ class FleetPlanner:
         worst = max(math.inf if one.first_s_p95 is None else one.first_s_p95 for one in shown)
         return FleetRow(
             setting=setting,
-            scaling=_scaling(tried.aim),
+            scaling=FIXED if tried.aim is None else DEFAULT if tried.aim.tokens is None else AUTOSCALED,
             replica_tokens=None if tried.aim is None else tried.aim.tokens,
             meets=tried.meets,
             late_share=tried.late_share,
@@ -172,12 +171,6 @@ class FleetPlanner:
             refused=hour.refused,
             interrupted=hour.interrupted,
         )
-
-
-def _scaling(aim: Aim | None) -> str:
-    if aim is None:
-        return FIXED
-    return DEFAULT if aim.tokens is None else AUTOSCALED
 
 
 def _best(tried: Sequence[TriedDay]) -> TriedDay:

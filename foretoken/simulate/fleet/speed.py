@@ -8,10 +8,12 @@ everyone. Up to `max_batch_size` requests run, the others wait in order of arriv
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 from foretoken.control.config import DEFAULT
 from foretoken.errors import InputError
@@ -114,9 +116,8 @@ class ReplicaSpeed:
         waiting = weights[batch:]
         if waiting:
             beyond_s = max(0.0, limit_s - self._read_s(batch - 1))
-            late += sum(
-                map(lambda w, tail: w * tail, waiting, _erlang_tails(beyond_s * self.finish_rates[-1], len(waiting)))
-            )
+            tails = _erlang_tails(beyond_s * self.finish_rates[-1], len(waiting))
+            late += sum(map(mul, waiting, tails))
         return late
 
     def _read_tail(self, found: int, limit_s: float) -> float:
@@ -164,20 +165,15 @@ def replica_speed(profile: Profile, setting: SimSetting, mix: RequestMix, limits
     chosen = [_best_round(profile, setting, mix, running) for running in batch]
     rounds = [one for one, _ in chosen]
     chunks = _chunks(mix.prompt_tokens, limits.max_prompt_tokens)
-    prompt_s = [
-        sum(_beside_s(profile, mix, running - 1, chunk) for chunk in chunks)
-        + (profile.drafters[drafter].prompt.seconds(mix.prompt_tokens) if drafter is not None else 0.0)
-        for running, (_, drafter) in zip(batch, chosen, strict=True)
-    ]
     after_first = mix.output_tokens - 1
-    decode_s = [one.rounds_for(after_first) * one.seconds for one in rounds]
-    finish = [
-        running / (running * prompt + decode) for running, prompt, decode in zip(batch, prompt_s, decode_s, strict=True)
-    ]
-    token_s = [
-        ((running - 1) * prompt + decode) / max(1.0, after_first)
-        for running, prompt, decode in zip(batch, prompt_s, decode_s, strict=True)
-    ]
+    prompt_s, finish, token_s = [], [], []
+    for running, (one, drafter) in zip(batch, chosen, strict=True):
+        prompt = sum(_beside_s(profile, mix, running - 1, chunk) for chunk in chunks)
+        prompt += 0.0 if drafter is None else profile.drafters[drafter].prompt.seconds(mix.prompt_tokens)
+        decode = one.rounds_for(after_first) * one.seconds
+        prompt_s.append(prompt)
+        finish.append(running / (running * prompt + decode))
+        token_s.append(((running - 1) * prompt + decode) / max(1.0, after_first))
     return ReplicaSpeed(
         mix, tuple(one.seconds for one in rounds), tuple(prompt_s), len(chunks), tuple(finish), tuple(token_s)
     )
@@ -192,12 +188,8 @@ def _best_round(profile: Profile, setting: SimSetting, mix: RequestMix, running:
     """The round of `running` requests, and its drafter (None: none drafts)."""
     fixed = setting.num_draft
     counts = range(1, DEFAULT.max_num_draft + 1) if fixed is None else [fixed]
-    drafted = [
-        (_round(profile, mix, running, drafter, count), drafter)
-        for drafter in setting.drafters
-        for count in counts
-        if count
-    ]
+    pairs = itertools.product(setting.drafters, filter(None, counts))
+    drafted = [(_round(profile, mix, running, drafter, count), drafter) for drafter, count in pairs]
     plain: tuple[DecodeRound, str | None] = (_round(profile, mix, running, None, 0), None)
     choices = [plain, *drafted] if fixed is None or not drafted else drafted
     return max(choices, key=lambda choice: choice[0].emitted / choice[0].seconds)
