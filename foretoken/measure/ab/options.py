@@ -7,17 +7,8 @@ from pathlib import Path
 
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
-from foretoken.measure.options import (
-    CHAT_OPTION,
-    NAME_OPTION,
-    OUT_OPTION,
-    SEED_OPTION,
-    SLO_OPTION,
-    check_price,
-    check_slo,
-    resume_option,
-    setting,
-)
+from foretoken.measure import options as shared
+from foretoken.measure.options import check_price, check_slo, resume_option, setting
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option
@@ -47,7 +38,7 @@ class AbOptions(SideOptions):
     max_tokens: int = setting(128, "Tokens per answer, for requests that do not set it.")
     temperature: float = setting(0.0, "Temperature, for requests that do not set it.")
     ignore_eos: bool = setting(False, "Ask for answers of their full length: ignore_eos is sent.")
-    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    chat: bool = field(default=False, metadata=shared.CHAT_OPTION)
     repeats: int = setting(1, "Times the file is replayed, in another order each time.")
     pairs_per_block: int = setting(4, "Requests of a block, an even number: in half of them A is asked first.")
     warmup: int = setting(2, "Requests to each backend before the run, not counted.")
@@ -57,11 +48,11 @@ class AbOptions(SideOptions):
     price_per_hour: tuple[float, ...] | None = setting(
         None, "Price of a machine per hour, or of A's and B's as 2.5,3: adds costs.", read=numbers
     )
-    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
+    slo_ms: float | None = field(default=None, metadata=shared.SLO_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("pair"))
-    out: Path | None = field(default=None, metadata=OUT_OPTION)
-    name: str = field(default="ab", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    out: Path | None = field(default=None, metadata=shared.OUT_OPTION)
+    name: str = field(default="ab", metadata=shared.NAME_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -11,23 +11,9 @@ from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import wholes, words
 from foretoken.machine.memory import parse_bytes
+from foretoken.measure import options as shared
 from foretoken.measure.eval.options import EvalOptions
-from foretoken.measure.options import (
-    ALL,
-    CHAT_OPTION,
-    MAX_SLO_MS,
-    MAX_TOKENS_OPTION,
-    NAME_OPTION,
-    OUT_OPTION,
-    PRICE_OPTION,
-    PROMPTS_OPTION,
-    SEED_OPTION,
-    SLICES_OPTION,
-    STOP_AT_EOS_OPTION,
-    check_price,
-    resume_option,
-    setting,
-)
+from foretoken.measure.options import ALL, MAX_SLO_MS, check_price, resume_option, setting
 from foretoken.measure.url.plan import UrlOptions
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option, same_option
@@ -73,17 +59,17 @@ class AdviseOptions:
         "drafters without a model of their own (ngram, suffix, recycling, mtp), NAME:field=value with options.",
         read=words,
     )
-    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
-    slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
+    prompts: Path | None = field(default=None, metadata=shared.PROMPTS_OPTION)
+    slices: tuple[str, ...] = field(default=(ALL,), metadata=shared.SLICES_OPTION)
     prompts_per_slice: int = field(default=8, metadata=same_option(EvalOptions, "prompts_per_slice"))
     concurrency: tuple[int, ...] = setting((1, 4, 8), "Requests answered at once, separated by commas.", read=wholes)
     num_drafts: tuple[int, ...] = setting(
         tuple(range(1, 11)), "Numbers of draft tokens to compare, separated by commas.", read=wholes
     )
-    max_tokens: int = field(default=128, metadata=MAX_TOKENS_OPTION)
+    max_tokens: int = field(default=128, metadata=shared.MAX_TOKENS_OPTION)
     temperature: float = setting(0.0, "Temperature of the answers; 0 is greedy.")
-    stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
-    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    stop_at_eos: bool = field(default=False, metadata=shared.STOP_AT_EOS_OPTION)
+    chat: bool = field(default=False, metadata=shared.CHAT_OPTION)
     memory: str | None = setting(
         None,
         "Memory for weights and caches, such as 24GiB; without it, what this machine has free.",
@@ -91,7 +77,7 @@ class AdviseOptions:
     )
     reserve: float = setting(0.2, "Share of the memory that is kept free.")
     slo_ms: float | None = setting(None, "Longest mean time between two tokens of an answer, in milliseconds.")
-    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
+    price_per_hour: float | None = field(default=None, metadata=shared.PRICE_OPTION)
     machines: Path | None = field(
         default=None,
         metadata=option(
@@ -105,9 +91,9 @@ class AdviseOptions:
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
     resume: Path | None = field(default=None, metadata=resume_option("answer"))
-    out: Path | None = field(default=None, metadata=OUT_OPTION)
-    name: str = field(default="advise", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    out: Path | None = field(default=None, metadata=shared.OUT_OPTION)
+    name: str = field(default="advise", metadata=shared.NAME_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -7,15 +7,8 @@ from pathlib import Path
 
 from foretoken.errors import InputError
 from foretoken.field_text import words
-from foretoken.measure.options import (
-    CHAT_OPTION,
-    NAME_OPTION,
-    OUT_OPTION,
-    PROMPTS_OPTION,
-    SEED_OPTION,
-    resume_option,
-    setting,
-)
+from foretoken.measure import options as shared
+from foretoken.measure.options import resume_option, setting
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields
@@ -35,10 +28,10 @@ class CertifyOptions(SideOptions):
     make. `resume` is a file that keeps every answer.
     """
 
-    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    prompts: Path | None = field(default=None, metadata=shared.PROMPTS_OPTION)
     num_prompts: int = setting(10, "Greedy answers to compare; prompts are taken in turn.")
     max_tokens: int = setting(64, "Tokens of a greedy answer.")
-    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    chat: bool = field(default=False, metadata=shared.CHAT_OPTION)
     effect: float = setting(
         0.15,
         "Total variation of sampled answers that is found with probability 0.99; a smaller one needs more answers.",
@@ -49,9 +42,9 @@ class CertifyOptions(SideOptions):
     )
     only: tuple[str, ...] = setting(KINDS, f"Kinds of checks, separated by commas: {', '.join(KINDS)}.", read=words)
     resume: Path | None = field(default=None, metadata=resume_option("answer"))
-    out: Path | None = field(default=None, metadata=OUT_OPTION)
-    name: str = field(default="certify", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    out: Path | None = field(default=None, metadata=shared.OUT_OPTION)
+    name: str = field(default="certify", metadata=shared.NAME_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -9,15 +9,8 @@ from foretoken.backend.registry import check_address
 from foretoken.config import SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.measure.options import (
-    CHAT_OPTION,
-    NAME_OPTION,
-    OUT_OPTION,
-    PROMPTS_OPTION,
-    SEED_OPTION,
-    resume_option,
-    setting,
-)
+from foretoken.measure import options as shared
+from foretoken.measure.options import resume_option, setting
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, same_option
 from foretoken.params import TEMPERATURES, check_number, check_whole
@@ -36,7 +29,7 @@ class DiagnoseOptions:
     target: str = field(metadata=same_option(EngineConfig, "model"))
     head: str | None = field(default=None, metadata=same_option(SpecConfig, "head"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
-    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    prompts: Path | None = field(default=None, metadata=shared.PROMPTS_OPTION)
     num_prompts: int = setting(12, "Prompts to answer; more make the result more certain.")
     max_tokens: int = setting(96, "Tokens per answer of the target.")
     num_draft: int = setting(4, "Positions of a draft to measure.")
@@ -44,14 +37,14 @@ class DiagnoseOptions:
     greedy_drafts: bool = setting(
         False, "The engine drafts the most likely token above temperature 0 too, as vLLM does."
     )
-    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    chat: bool = field(default=False, metadata=shared.CHAT_OPTION)
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     url: str | None = setting(None, "Server with this target and head; its figures are shown for comparison.")
     model: str | None = setting(None, "Name of the model at --url; else its first.")
     resume: Path | None = field(default=None, metadata=resume_option("set of answers and each repair"))
-    out: Path | None = field(default=None, metadata=OUT_OPTION)
-    name: str = field(default="diagnose", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    out: Path | None = field(default=None, metadata=shared.OUT_OPTION)
+    name: str = field(default="diagnose", metadata=shared.NAME_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -18,24 +18,10 @@ from foretoken.errors import InputError
 from foretoken.field_text import from_mapping
 from foretoken.heads.base import HeadBatch
 from foretoken.machine.identity import versions
+from foretoken.measure.diagnose import reading, reference
 from foretoken.measure.diagnose.endpoint import ask_endpoint, reported_from
 from foretoken.measure.diagnose.options import DiagnoseOptions
-from foretoken.measure.diagnose.reading import (
-    FileFinding,
-    open_draft_or_finding,
-    open_head_or_finding,
-    read_findings,
-    trained_length,
-)
-from foretoken.measure.diagnose.reference import (
-    Accepted,
-    Sampling,
-    Text,
-    accepted_from,
-    measure,
-    read_texts,
-    texts_from,
-)
+from foretoken.measure.diagnose.reference import Accepted, Sampling, Text, measure
 from foretoken.measure.diagnose.repairs import Asking, Repair, head_repairs, length_repairs, text_repairs
 from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report
 from foretoken.measure.eval.prompts import EvalPrompt, encoded, in_turns, prompts_of
@@ -99,9 +85,9 @@ def run_diagnose(options: DiagnoseOptions, command: str = "foretoken diagnose") 
 def _diagnosis(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], command: str, kept: KeptFile) -> Diagnosis:
     target, drafter = model_folder(options.target), _drafter(options)
     opened = _open(options, "float32")
-    if isinstance(opened, FileFinding):
+    if isinstance(opened, reading.FileFinding):
         return Diagnosis(findings=(opened,))
-    findings = tuple(read_findings(drafter, target)) if options.head is not None else ()
+    findings = tuple(reading.read_findings(drafter, target)) if options.head is not None else ()
     reported = None
     if options.url is not None:
         reported = kept.once("server", reported_from, partial(ask_endpoint, options, prompts, command))
@@ -111,11 +97,11 @@ def _diagnosis(options: DiagnoseOptions, prompts: Sequence[EvalPrompt], command:
         asking = list(text_repairs(as_given.asking, _sampling(options), has_template))
         wanted = dict.fromkeys([as_given, *(_asked(one, as_given) for one in asking)])
         texts = {
-            one: kept.once(f"answers to {one}", texts_from, partial(_answers, llm, options, prompts, one))
+            one: kept.once(f"answers to {one}", reference.texts_from, partial(_answers, llm, options, prompts, one))
             for one in wanted
         }
     longest = max(len(prompt) + len(answer) for prompt, answer in texts[as_given])
-    trained = trained_length(drafter) if options.head is not None else None
+    trained = reading.trained_length(drafter) if options.head is not None else None
     repairs = [*head_repairs(opened, read_config(target)), *asking, *length_repairs(opened, longest, trained)]
     heads = [opened, *(one.head for one in repairs if one.head is not None)]
     layers = sorted({layer for one in heads for layer in one.hidden_layers()})
@@ -149,8 +135,8 @@ def _drafter(options: DiagnoseOptions) -> Path:
     return model_folder(options.head or options.draft or "")
 
 
-def _open(options: DiagnoseOptions, dtype: str) -> Student | FileFinding:
-    opener = open_draft_or_finding if options.head is None else open_head_or_finding
+def _open(options: DiagnoseOptions, dtype: str) -> Student | reading.FileFinding:
+    opener = reading.open_draft_or_finding if options.head is None else reading.open_head_or_finding
     return opener(_drafter(options), model_folder(options.target), dtype)
 
 
@@ -212,7 +198,9 @@ class _Trying:
 
     def measured(self, repair: Repair) -> Accepted:
         """What is accepted with a repair."""
-        return self.kept.once(f"{repair.cause}: {repair.changed}", accepted_from, partial(self._measure, repair))
+        return self.kept.once(
+            f"{repair.cause}: {repair.changed}", reference.accepted_from, partial(self._measure, repair)
+        )
 
     def trial(self, repair: Repair, base: Accepted) -> Trial:
         """A repair beside the head as it is."""
@@ -222,7 +210,7 @@ class _Trying:
     def _measure(self, repair: Repair) -> Accepted:
         asked = _asked(repair, self.as_given)
         if asked not in self._batches:
-            self._batches[asked] = read_texts(self.target, self.texts[asked], self.layers)
+            self._batches[asked] = reference.read_texts(self.target, self.texts[asked], self.layers)
         own, how = self._batches[asked], repair.sampling or _sampling(self.options)
         return measure(repair.head or self.head, self.target, own, self.options.num_draft, how, repair.length)
 
@@ -237,12 +225,12 @@ class _Trying:
 
         def narrow() -> Accepted:
             head = _open(options, name)
-            assert not isinstance(head, FileFinding)
+            assert not isinstance(head, reading.FileFinding)
             served = FrozenTarget(load_decoder(folder, dtype=name, device="cpu", pack=False))
-            own = read_texts(served, self.texts[self.as_given], head.hidden_layers())
+            own = reference.read_texts(served, self.texts[self.as_given], head.hidden_layers())
             return measure(head, served, own, options.num_draft, _sampling(options))
 
-        own = self.kept.once(name, accepted_from, narrow)
+        own = self.kept.once(name, reference.accepted_from, narrow)
         broken = f" ({own.num_broken:,} rows of logits are not finite in {name})" if own.num_broken else ""
         remedy = f"run target and head in bfloat16 or float32, not in {name}: --dtype of the engine{broken}"
         yield Trial(Repair("half precision", f"float32 in place of {name}", remedy), own, base)

@@ -13,19 +13,9 @@ from foretoken.config import RULES, SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, words
+from foretoken.measure import options as shared
 from foretoken.measure.asked import BackendSource
-from foretoken.measure.options import (
-    CHAT_OPTION,
-    DRAFTERS_OPTION,
-    MAX_TOKENS_OPTION,
-    PRICE_OPTION,
-    SLO_OPTION,
-    STOP_AT_EOS_OPTION,
-    check_price,
-    check_slo,
-    resume_option,
-    setting,
-)
+from foretoken.measure.options import check_price, check_slo, resume_option, setting
 from foretoken.option import check_fields, same_option
 from foretoken.params import check_temperatures, check_whole
 
@@ -58,24 +48,24 @@ class EvalOptions:
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
-    drafters: Sequence[str] = field(default=("draft_model", "ngram"), metadata=DRAFTERS_OPTION)
+    drafters: Sequence[str] = field(default=("draft_model", "ngram"), metadata=shared.DRAFTERS_OPTION)
     num_draft: int = setting(5, "Draft tokens of each round: a fixed number.")
     rule: str = setting(
         "auto", "Verification rule: {choices}; auto is greedy, and coupled above temperature 0.", choices=RULES
     )
     allow_lossy: bool = field(default=False, metadata=same_option(SpecConfig, "allow_lossy"))
     prompts_per_slice: int = setting(10, "Prompts of each slice; ten or more for an interval.")
-    max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
+    max_tokens: int = field(default=64, metadata=shared.MAX_TOKENS_OPTION)
     temperatures: Sequence[float] = setting((0.0, 0.8), "Temperatures, separated by commas; 0 is greedy.", read=numbers)
-    stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
-    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    stop_at_eos: bool = field(default=False, metadata=shared.STOP_AT_EOS_OPTION)
+    chat: bool = field(default=False, metadata=shared.CHAT_OPTION)
     seed: int = setting(0, "Seed of the sampled answers.")
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     numerics: str = field(default="default", metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
-    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
-    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
+    price_per_hour: float | None = field(default=None, metadata=shared.PRICE_OPTION)
+    slo_ms: float | None = field(default=None, metadata=shared.SLO_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("answer"))
 
     def __post_init__(self) -> None:
@@ -145,13 +135,13 @@ class BackendEvalOptions:
     drafters: Sequence[str] | None = setting(None, "Ways to draft of the backend.", read=words)
     num_draft: int = field(default=5, metadata=same_option(EvalOptions, "num_draft"))
     prompts_per_slice: int = field(default=10, metadata=same_option(EvalOptions, "prompts_per_slice"))
-    max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
+    max_tokens: int = field(default=64, metadata=shared.MAX_TOKENS_OPTION)
     temperatures: Sequence[float] | None = field(default=None, metadata=same_option(EvalOptions, "temperatures"))
-    stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
-    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    stop_at_eos: bool = field(default=False, metadata=shared.STOP_AT_EOS_OPTION)
+    chat: bool = field(default=False, metadata=shared.CHAT_OPTION)
     seed: int = field(default=0, metadata=same_option(EvalOptions, "seed"))
-    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
-    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
+    price_per_hour: float | None = field(default=None, metadata=shared.PRICE_OPTION)
+    slo_ms: float | None = field(default=None, metadata=shared.SLO_OPTION)
     resume: Path | None = field(default=None, metadata=same_option(EvalOptions, "resume"))
 
     def __post_init__(self) -> None:

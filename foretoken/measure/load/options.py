@@ -13,22 +13,9 @@ from foretoken.control.routing import RoutingRules
 from foretoken.engine_config import MODEL, THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import wholes, words
+from foretoken.measure import options as shared
 from foretoken.measure.load.prompts import BATCH_SLICES
-from foretoken.measure.options import (
-    ALL,
-    DEFAULT_NUMERICS,
-    MAX_TOKENS_OPTION,
-    NAME_OPTION,
-    OUT_OPTION,
-    PLAIN,
-    PRICE_OPTION,
-    PROMPTS_OPTION,
-    REPEATS_OPTION,
-    SEED_OPTION,
-    check_price,
-    resume_option,
-    setting,
-)
+from foretoken.measure.options import ALL, DEFAULT_NUMERICS, PLAIN, check_price, resume_option, setting
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.workload import MAX_PROMPTS
 from foretoken.measure.write import check_result
@@ -69,7 +56,7 @@ class LoadOptions:
         "Settings, separated by commas: plain, DRAFTER-N, DRAFTER-auto, auto, auto-slices, sweep.",
         read=words,
     )
-    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
+    prompts: Path | None = field(default=None, metadata=shared.PROMPTS_OPTION)
     prompt_tokens: int = setting(64, "Tokens that prompts are cut to.")
     cache_tokens: int | None = field(
         default=None,
@@ -94,19 +81,19 @@ class LoadOptions:
         default=None, metadata=same_option(RoutingRules, "max_speculating_requests")
     )
     prompts_per_slice: int = setting(2, "Prompts of each slice; at least a batch.")
-    max_tokens: int = field(default=48, metadata=MAX_TOKENS_OPTION)
-    repeats: int = field(default=2, metadata=REPEATS_OPTION)
+    max_tokens: int = field(default=48, metadata=shared.MAX_TOKENS_OPTION)
+    repeats: int = field(default=2, metadata=shared.REPEATS_OPTION)
     warmup: int = setting(1, "Warm-up turns of each setting and batch size.")
     numerics: str = field(default=DEFAULT_NUMERICS, metadata=same_option(EngineConfig, "numerics"))
     weights: str = field(default="auto", metadata=same_option(EngineConfig, "weights"))
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
-    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
-    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    price_per_hour: float | None = field(default=None, metadata=shared.PRICE_OPTION)
+    out: Path | None = field(default=None, metadata=shared.OUT_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("turn", " with the same options"))
-    name: str = field(default="batches", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    name: str = field(default="batches", metadata=shared.NAME_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}

@@ -13,26 +13,8 @@ from foretoken.config import NUMERICS, RULES, SpecConfig
 from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, wholes, wholes_or_auto, words
-from foretoken.measure.options import (
-    ALL,
-    CHAT_OPTION,
-    DEFAULT_NUMERICS,
-    DRAFTERS_OPTION,
-    MAX_TOKENS_OPTION,
-    NAME_OPTION,
-    OUT_OPTION,
-    PRICE_OPTION,
-    PROMPTS_OPTION,
-    REPEATS_OPTION,
-    SEED_OPTION,
-    SLICES_OPTION,
-    SLO_OPTION,
-    STOP_AT_EOS_OPTION,
-    check_price,
-    check_slo,
-    resume_option,
-    setting,
-)
+from foretoken.measure import options as shared
+from foretoken.measure.options import ALL, DEFAULT_NUMERICS, check_price, check_slo, resume_option, setting
 from foretoken.measure.workload import MAX_PROMPTS, SLICES
 from foretoken.measure.write import check_name
 from foretoken.option import check_fields, same_option
@@ -60,7 +42,7 @@ class SpeedOptions:
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
-    drafters: tuple[str, ...] = field(default=("draft_model", "ngram"), metadata=DRAFTERS_OPTION)
+    drafters: tuple[str, ...] = field(default=("draft_model", "ngram"), metadata=shared.DRAFTERS_OPTION)
     num_drafts: tuple[int | Literal["auto"], ...] = setting(
         (3, 5), "Numbers of draft tokens to measure, separated by commas; auto is one of them.", read=wholes_or_auto
     )
@@ -68,16 +50,16 @@ class SpeedOptions:
         ("auto",), f"Rules to measure, separated by commas: {', '.join(RULES)}.", name="rule", read=words
     )
     allow_lossy: bool = field(default=False, metadata=same_option(SpecConfig, "allow_lossy"))
-    slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
-    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
-    chat: bool = field(default=False, metadata=CHAT_OPTION)
+    slices: tuple[str, ...] = field(default=(ALL,), metadata=shared.SLICES_OPTION)
+    prompts: Path | None = field(default=None, metadata=shared.PROMPTS_OPTION)
+    chat: bool = field(default=False, metadata=shared.CHAT_OPTION)
     prompts_per_slice: int = setting(2, "Prompts of each slice.")
-    max_tokens: int = field(default=128, metadata=MAX_TOKENS_OPTION)
-    repeats: int = field(default=3, metadata=REPEATS_OPTION)
+    max_tokens: int = field(default=128, metadata=shared.MAX_TOKENS_OPTION)
+    repeats: int = field(default=3, metadata=shared.REPEATS_OPTION)
     warmup: int = setting(1, "Warm-up answers of each setting.")
     warm: bool = setting(False, "Let drafters remember earlier prompts of a repeat; otherwise each answer is cold.")
     temperatures: tuple[float, ...] = setting((0.0, 0.8), "Temperatures, separated by commas.", read=numbers)
-    stop_at_eos: bool = field(default=False, metadata=STOP_AT_EOS_OPTION)
+    stop_at_eos: bool = field(default=False, metadata=shared.STOP_AT_EOS_OPTION)
     numerics: tuple[str, ...] = setting(
         (DEFAULT_NUMERICS,),
         "default, strict (no greedy output may differ from plain), or both: default,strict.",
@@ -104,12 +86,12 @@ class SpeedOptions:
     peer_lookup_num_drafts: tuple[int, ...] = setting(
         (4, 8, 12, 16, 24, 32), "The same for their n-gram lookups, whose draft tokens cost nothing.", read=wholes
     )
-    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
-    slo_ms: float | None = field(default=None, metadata=SLO_OPTION)
-    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    price_per_hour: float | None = field(default=None, metadata=shared.PRICE_OPTION)
+    slo_ms: float | None = field(default=None, metadata=shared.SLO_OPTION)
+    out: Path | None = field(default=None, metadata=shared.OUT_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("answer", " with the same options"))
-    name: str = field(default="bench", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    name: str = field(default="bench", metadata=shared.NAME_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -172,12 +154,12 @@ class ProfileOptions:
 
     target: str = field(metadata=same_option(EngineConfig, "model"))
     draft: str | None = field(default=None, metadata=same_option(SpecConfig, "draft"))
-    drafters: tuple[DrafterChoice, ...] = field(default=(), metadata=DRAFTERS_OPTION)
+    drafters: tuple[DrafterChoice, ...] = field(default=(), metadata=shared.DRAFTERS_OPTION)
     dtype: str = field(default="auto", metadata=same_option(EngineConfig, "dtype"))
     device: str = field(default="auto", metadata=same_option(EngineConfig, "device"))
     threads: int | None = field(default=None, metadata=THREADS)
     budget_s: float = 45.0
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         check_fields(self)

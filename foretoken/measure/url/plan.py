@@ -12,19 +12,8 @@ from foretoken.backend.registry import DEFAULT_KEY_VARIABLE, base_of, check_addr
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
-from foretoken.measure.options import (
-    ALL,
-    MAX_TOKENS_OPTION,
-    NAME_OPTION,
-    OUT_OPTION,
-    PRICE_OPTION,
-    PROMPTS_OPTION,
-    SEED_OPTION,
-    SLICES_OPTION,
-    check_price,
-    resume_option,
-    setting,
-)
+from foretoken.measure import options as shared
+from foretoken.measure.options import ALL, check_price, resume_option, setting
 from foretoken.measure.prompts import prompts_or_library
 from foretoken.measure.workload import Prompt
 from foretoken.measure.write import check_result
@@ -66,11 +55,11 @@ class UrlOptions:
         default=None,
         metadata=option("File of arrivals in place of --rate: JSON lines, arrival_s [prompt, max_tokens, slice]."),
     )
-    prompts: Path | None = field(default=None, metadata=PROMPTS_OPTION)
-    slices: tuple[str, ...] = field(default=(ALL,), metadata=SLICES_OPTION)
+    prompts: Path | None = field(default=None, metadata=shared.PROMPTS_OPTION)
+    slices: tuple[str, ...] = field(default=(ALL,), metadata=shared.SLICES_OPTION)
     prompts_per_slice: int = setting(8, "Prompts of each slice; requests take them in turn.")
     chat: bool = setting(False, "Send prompts as a user's message to /v1/chat/completions.")
-    max_tokens: int = field(default=64, metadata=MAX_TOKENS_OPTION)
+    max_tokens: int = field(default=64, metadata=shared.MAX_TOKENS_OPTION)
     temperature: float = setting(0.0, "Sampling temperature.")
     stop_at_eos: bool = setting(False, "Let answers end early; by default ignore_eos is sent.")
     warmup: int = setting(2, "Requests before the run, not counted.")
@@ -81,11 +70,11 @@ class UrlOptions:
     e2e_deadline_s: float | None = setting(None, "The same for the whole answer.")
     timeout_s: float = setting(600.0, "A request fails if the server sends nothing for this many seconds.")
     key_variable: str = setting(DEFAULT_KEY_VARIABLE, "Environment variable with the API key.")
-    price_per_hour: float | None = field(default=None, metadata=PRICE_OPTION)
-    out: Path | None = field(default=None, metadata=OUT_OPTION)
+    price_per_hour: float | None = field(default=None, metadata=shared.PRICE_OPTION)
+    out: Path | None = field(default=None, metadata=shared.OUT_OPTION)
     resume: Path | None = field(default=None, metadata=resume_option("load", " with the same options"))
-    name: str = field(default="url", metadata=NAME_OPTION)
-    seed: int = field(default=0, metadata=SEED_OPTION)
+    name: str = field(default="url", metadata=shared.NAME_OPTION)
+    seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
         check_address("url", self.url, self.key_variable)
