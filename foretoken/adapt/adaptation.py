@@ -28,6 +28,11 @@ from foretoken.model.interface import SharesWeights
 _PASSES = 8  # over the same text: more would learn it by heart
 _WINDOWS_PER_ROUND = 48  # learnt between two judgements, which read every held-out window
 _MAX_JUDGED = 24  # windows, the newest: a judgement should not take longer than what it judges
+Weights = Mapping[str, HeadWeight]  # of a head's `state_dict`, those that are learnt, in the formats in use
+NUM_PLACES = 4  # deeper places of a draft are reached rarely, and each costs another pass of the head
+_LEARNING_RATE = 5e-4  # a few hundred updates should show: a fifth of what training from nothing bears is too slow
+_CLIP = 0.5  # of the gradient's norm, as in training (SafeAILab/EAGLE)
+_WINDOWS_PER_UPDATE = 4  # smooths the gradient of single texts
 
 
 class Rest(Enum):
@@ -167,14 +172,6 @@ class Adaptation:
         self._in_use = weights
         self._known.clear()
         self.offer = Offer(self._state.version + 1, weights)
-
-
-Weights = Mapping[str, HeadWeight]  # of a head's `state_dict`, those that are learnt, in the formats in use
-
-NUM_PLACES = 4  # deeper places of a draft are reached rarely, and each costs another pass of the head
-_LEARNING_RATE = 5e-4  # a few hundred updates should show: a fifth of what training from nothing bears is too slow
-_CLIP = 0.5  # of the gradient's norm, as in training (SafeAILab/EAGLE)
-_WINDOWS_PER_UPDATE = 4  # smooths the gradient of single texts
 
 
 class HeadLearner:

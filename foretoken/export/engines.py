@@ -32,6 +32,16 @@ NAMES = {
 _VERSION = re.compile(r"[vb]?\d([.-]?[a-z\d])*(\+[\w.-]+)?", re.ASCII | re.IGNORECASE)
 _LAST_MEDUSA_VLLM = (0, 32)  # vLLM removed Medusa and MLP speculators behind it
 _OLDEST_VLLM = (0, 20)  # before it, keys of --speculative-config differ
+# By method (`HeadConfig.method`), the engines that have it, from their own sources.
+_RUNS = {
+    "eagle": ("vllm", "sglang"),
+    "eagle3": ("vllm", "sglang", "trtllm", "llamacpp"),
+    "medusa": ("vllm", "tgi"),
+    "hydra": (),
+    "adapter": (),
+    "dflash": ("vllm", "sglang", "trtllm", "llamacpp"),
+    "dspark": ("vllm", "sglang", "trtllm", "llamacpp"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,18 +67,6 @@ def engine_of(name: str, version: str | None) -> OtherEngine:
     if version is not None and not _VERSION.fullmatch(version):
         raise ConfigError("engine_version", version, f"give a version such as {NEWEST[name]}")
     return OtherEngine(name, version or NEWEST[name])
-
-
-# By method (`HeadConfig.method`), the engines that have it, from their own sources.
-_RUNS = {
-    "eagle": ("vllm", "sglang"),
-    "eagle3": ("vllm", "sglang", "trtllm", "llamacpp"),
-    "medusa": ("vllm", "tgi"),
-    "hydra": (),
-    "adapter": (),
-    "dflash": ("vllm", "sglang", "trtllm", "llamacpp"),
-    "dspark": ("vllm", "sglang", "trtllm", "llamacpp"),
-}
 
 
 def refusal_reason(config: HeadConfig, engine: OtherEngine) -> str | None:

@@ -17,6 +17,42 @@ _VLLM_NOTES = {
     "block": "Needs vLLM's model runner V2, which is written in Triton: vLLM's CPU build does not run it.",
 }
 _OLD_TRTLLM = (1, 1)  # up to here the option is written with its older name, which later releases know too
+# By drafter, the engines that have a counterpart, with its name there.
+COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
+    "draft_model": {
+        "vllm": "draft_model",
+        "sglang": "STANDALONE",
+        "trtllm": "Draft_Target",
+        "llamacpp": "draft-simple",
+        "transformers": "assistant_model",
+    },
+    "ngram": {
+        "vllm": "ngram",
+        "sglang": "NGRAM",
+        "trtllm": "NGram",
+        "llamacpp": "ngram-simple",
+        "tgi": "speculate",
+        "transformers": "prompt_lookup_num_tokens",
+    },
+    "suffix": {"vllm": "suffix", "trtllm": "SA"},
+}
+# The library's defaults (20 tokens, a threshold, a schedule that adapts) are set aside: they hide what K is.
+_ASSISTED = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({target!r})
+model, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ({target!r}, {draft!r}))
+draft.generation_config.num_assistant_tokens = {num_draft}
+draft.generation_config.num_assistant_tokens_schedule = "constant"
+draft.generation_config.assistant_confidence_threshold = 0
+print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), assistant_model=draft)[0]))
+"""
+_LOOKUP = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({target!r})
+model = AutoModelForCausalLM.from_pretrained({target!r})
+inputs = tokenizer("def ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, prompt_lookup_num_tokens={num_draft})[0]))
+"""
 
 
 @dataclass(frozen=True)
@@ -113,31 +149,6 @@ def _tgi(config: HeadConfig, engine: OtherEngine, target: str, head: str, num_dr
     return Launch(("text-generation-launcher", "--model-id", head, "--speculate", str(num_draft)), notes=notes)
 
 
-# ---- drafters without a trained head: a draft model, n-gram lookup, suffixes
-#
-# Only a launch line is written; the draft model stays where it is.
-
-# By drafter, the engines that have a counterpart, with its name there.
-COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
-    "draft_model": {
-        "vllm": "draft_model",
-        "sglang": "STANDALONE",
-        "trtllm": "Draft_Target",
-        "llamacpp": "draft-simple",
-        "transformers": "assistant_model",
-    },
-    "ngram": {
-        "vllm": "ngram",
-        "sglang": "NGRAM",
-        "trtllm": "NGram",
-        "llamacpp": "ngram-simple",
-        "tgi": "speculate",
-        "transformers": "prompt_lookup_num_tokens",
-    },
-    "suffix": {"vllm": "suffix", "trtllm": "SA"},
-}
-
-
 def plain_drafters(engine: str) -> list[str]:
     """Our drafters without a trained head that have a counterpart in `engine`."""
     return [name for name, engines in COUNTERPARTS.items() if engine in engines]
@@ -207,22 +218,3 @@ def _transformers(method: str, target: str, draft: str, num_draft: int) -> Launc
     text = _ASSISTED if method == "assistant_model" else _LOOKUP
     script = text.format(target=target, draft=draft, num_draft=num_draft)
     return Launch(("python", "generate.py"), files={"generate.py": script})
-
-
-# The library's defaults (20 tokens, a threshold, a schedule that adapts) are set aside: they hide what K is.
-_ASSISTED = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({target!r})
-model, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ({target!r}, {draft!r}))
-draft.generation_config.num_assistant_tokens = {num_draft}
-draft.generation_config.num_assistant_tokens_schedule = "constant"
-draft.generation_config.assistant_confidence_threshold = 0
-print(tokenizer.decode(model.generate(**tokenizer("def ", return_tensors="pt"), assistant_model=draft)[0]))
-"""
-_LOOKUP = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained({target!r})
-model = AutoModelForCausalLM.from_pretrained({target!r})
-inputs = tokenizer("def ", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, prompt_lookup_num_tokens={num_draft})[0]))
-"""

@@ -33,6 +33,12 @@ _R = (-2 * math.log(ALPHA) + math.log(-2 * math.log(ALPHA)) + 1) / _NARROW_AT
 _MAX_BLOCKS = 1 << 20
 
 Verdict = Literal["faster", "equivalent", "slower", "go on"]
+MIN_DAYS = 7  # before the first bet: a week has its own pattern
+# Of each bet: the probability of its event, and the share of the money. Rarer events are likelier than that on skewed
+# days.
+_CHANCES, _STAKES = np.array([1.0, 0.2, 0.1]), np.array([0.0, 0.3, 0.4])
+_ROUNDING = 1e-12  # days that are all equal are not below their mean
+_JUMPING = 0.02  # of the money, which is divided anew between the bets every day
 
 
 def widths(deviations: Array, num_blocks: Array) -> Array:
@@ -91,14 +97,6 @@ def blocks_to_decide(means: Sequence[float], margin: float) -> int | None:
             return count
         count += max(1, count // 16)
     return None
-
-
-MIN_DAYS = 7  # before the first bet: a week has its own pattern
-# Of each bet: the probability of its event, and the share of the money. Rarer events are likelier than that on skewed
-# days.
-_CHANCES, _STAKES = np.array([1.0, 0.2, 0.1]), np.array([0.0, 0.3, 0.4])
-_ROUNDING = 1e-12  # days that are all equal are not below their mean
-_JUMPING = 0.02  # of the money, which is divided anew between the bets every day
 
 
 def drop_evidence(values: ArrayLike) -> Array:

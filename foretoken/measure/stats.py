@@ -107,9 +107,6 @@ def best_fixed(
     return max((setting for setting in settings if not adapts(setting)), key=speed, default=None)
 
 
-# ---- functions of drawn groups
-
-
 @lru_cache(maxsize=4)
 def drawn(num_groups: int, stream: int = 0) -> Array:
     """How often each group is in each draw of as many groups, [draws, n]; another `stream` gives other draws."""
@@ -157,9 +154,6 @@ def _expanded_tail(num_groups: int, tail: float, freedom: int) -> float:
     return NormalDist().cdf(-factor * student_quantile(1 - tail, freedom))
 
 
-# ---- ratios of totals
-
-
 def ratio(counts: Counts) -> float | None:
     """Sum of the numerators over that of the denominators; None if that is 0."""
     above, below = counts.sum(axis=0).tolist()
@@ -199,9 +193,6 @@ def _used(counts: Counts) -> Counts:
 def estimate(counts: Counts) -> Estimate:
     """The ratio of totals with its interval."""
     return Estimate.of(ratio(counts) or 0.0, ratio_interval(counts))
-
-
-# ---- two settings on the same prompts
 
 
 def paired_ratio(own: Measured, base: Measured) -> PairedRatio | None:
@@ -268,9 +259,6 @@ def _log_errors(totals: Array, weights: Array) -> Array:
         squares = np.einsum("dij,di,dj->d", products, scaled, scaled)
     errors: Array = np.sqrt(np.maximum(squares, 0.0) / (num_prompts * (num_prompts - 1)))
     return errors
-
-
-# ---- values in groups
 
 
 def mean_estimate(groups: Sequence[Sequence[float]]) -> Estimate:
@@ -357,9 +345,6 @@ def _effective_size(owners: NDArray[np.int64], num_below: int, share: float) -> 
     variance = num_groups / (num_groups - 1) * float(rest @ rest) / total**2
     size = min(total, share * (1 - share) / variance) if variance > 0 else total
     return float(size * (NormalDist().inv_cdf(1 - TAIL) / student_quantile(1 - TAIL, num_groups - 1)) ** 2)
-
-
-# ---- distributions that the standard library lacks
 
 
 @cache

@@ -21,6 +21,7 @@ MAX_REQUESTS = 1_000_000  # all are made before the first arrives
 MAX_TOKENS = 1 << 24  # of a prompt or an answer: every step of it is simulated
 _MAX_SECONDS = 1e9
 _MIN_RATE = 1e-9  # of arrivals per second
+PLAIN, AUTO = "plain", "auto"
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,6 @@ def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
             pairs = zip((1.0, *shares), shares, strict=False)
             known[name] = tuple(min(1.0, share / before) if before > 0 else 0.0 for before, share in pairs)
     return found
-
-
-PLAIN, AUTO = "plain", "auto"
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ _MAX_SEED = 1 << 63
 # Batches that are submitted together: a request that ends makes room for the next one, so that only the last of them
 # run in a batch that empties.
 _BATCHES_AT_ONCE = 8
+PromptContent = str | Sequence[Mapping[str, Any]] | Sequence[int]
+_Row = tuple[int | None, tuple[int, ...], tuple[int, ...]]  # place, prompt and answer
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,6 @@ class AnswerCount:
     num_prompts: int
     num_answers: int
     num_tokens: int
-
-
-PromptContent = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 def placed_prompts(path: Path) -> list[tuple[str, PromptContent]]:
@@ -198,9 +197,6 @@ def read_answers(path: Path) -> AnswerFile:
     if None not in (place for place, _, _ in found):  # by the prompts, whichever answer ended first
         found.sort(key=lambda row: row[0] or 0)
     return AnswerFile(header, tuple((prompt, answer) for _, prompt, answer in found))
-
-
-_Row = tuple[int | None, tuple[int, ...], tuple[int, ...]]  # place, prompt and answer
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Iterator[_Row]]:

@@ -33,6 +33,10 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "encodings", "__
 # Edits and indexes repeat the modules' content, so a few are enough to learn their form.
 _EDIT_SHARE, _EDIT_LINES = 0.1, (4, 40)
 _INDEX_FUNCTIONS, _INDEX_CLASSES, _INDEX_METHODS = 10, 2, 8
+_NEW_NAMES = (
+    *("value", "item", "node", "total", "index", "result", "source", "target", "name", "path"),
+    *("data", "entry", "key", "handler", "buffer", "record", "text", "state", "limit", "parent"),
+)
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,6 @@ def _edit(text: str, node: ast.FunctionDef, rng: random.Random) -> str | None:
     before = "\n".join(line[node.col_offset :] if line[: node.col_offset].isspace() else line for line in lines)
     after = re.sub(rf"\b{re.escape(old)}\b", new, before)
     return f"{edit_prompt(before, old, new)}{after}\n"
-
-
-_NEW_NAMES = (
-    *("value", "item", "node", "total", "index", "result", "source", "target", "name", "path"),
-    *("data", "entry", "key", "handler", "buffer", "record", "text", "state", "limit", "parent"),
-)
 
 
 def _index(name: str, tree: ast.Module) -> dict[str, list[dict[str, object]] | str]:

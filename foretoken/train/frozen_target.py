@@ -34,6 +34,9 @@ from foretoken.model.open import native_config
 from foretoken.transfer import to_device
 
 Precision = Literal["bfloat16", "float32"]
+ABOUT = "states.json"
+_NORMED = "normed"
+_HEADER_BYTES = 1024  # of an entry, at most
 
 
 def fast_precision(device: torch.device | str) -> Precision:
@@ -100,11 +103,6 @@ class FrozenTarget:
         return HeadBatch(
             tokens, wanted, {layer: state.view(shape) for layer, state in hidden.taps.items()}, normed.view(shape), mask
         )
-
-
-ABOUT = "states.json"
-_NORMED = "normed"
-_HEADER_BYTES = 1024  # of an entry, at most
 
 
 def entry_bytes(target: FrozenTarget, num_windows: int, length: int, num_layers: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken.errors import InputError
 
 _MIN_WINDOW = 64  # tokens that a batch is not cut below, so that every place of a draft has a row
+_Window = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,6 @@ class TokenText:
     def _cumulated(self) -> npt.NDArray[np.int64]:
         """Wanted tokens before each bound, `[M + 1]`."""
         return np.concatenate([[0], np.cumsum(self.wanted)])[self.bounds]
-
-
-_Window = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 
 def _stacked(windows: Sequence[_Window]) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,7 @@ from foretoken.train.run_job import (
 from foretoken.train.students import DraftStudent, Student, coverage
 
 HEAD = "head"
+MODEL = "model"
 
 
 @dataclass(frozen=True)
@@ -221,9 +222,6 @@ def _batch_bytes(run: PreparedRun, config: HeadTrainConfig) -> int:
     logits = rows * own.vocab_size
     places = 2 * config.num_places * rows * config.row_share * len(run.head.vocabulary.ids)
     return int(width * (states + logits + places))
-
-
-MODEL = "model"
 
 
 @dataclass(frozen=True)

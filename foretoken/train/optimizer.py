@@ -14,6 +14,8 @@ from foretoken.errors import ConfigError
 
 OptimizerKind = Literal["muon", "adamw"]
 _PEAK = "peak_lr"
+# Matrices over the vocabulary: their rows are tokens, of which a batch holds few, so they are no map to orthogonalise.
+_OVER_TOKENS = ("embedding", "embed_tokens", "lm_head", "markov_w")
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,6 @@ class OptimizerConfig:
                 raise ConfigError(name, getattr(self, name), "must be a positive number")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError("weight_decay", self.weight_decay, "must be a number, at least 0")
-
-
-# Matrices over the vocabulary: their rows are tokens, of which a batch holds few, so they are no map to orthogonalise.
-_OVER_TOKENS = ("embedding", "embed_tokens", "lm_head", "markov_w")
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig) -> tuple[torch.optim.Optimizer, ...]:

@@ -35,6 +35,8 @@ from foretoken.train.run_options import TrainConfig
 from foretoken.train.training_loop import TrainingLoop, check_same, read_meta, restore_state, save_state
 
 _AGREEMENT_TOKENS = 65_536
+CONTEXT_TOKENS = 2048
+CORPUS_TOKENS = 4096  # of the tokenizer that the standard library gets
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,6 @@ class ModelSize:
             raise ConfigError("num_heads", self.num_heads, f"must be a multiple of num_kv_heads={self.num_kv_heads}")
 
 
-CONTEXT_TOKENS = 2048
-CORPUS_TOKENS = 4096  # of the tokenizer that the standard library gets
 TARGET_SHAPE = ModelSize(hidden_size=256, intermediate_size=640, num_layers=8, num_heads=4, num_kv_heads=2)
 DRAFT_SHAPE = ModelSize(hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=1)
 

@@ -18,6 +18,7 @@ from foretoken.files import read_json, read_text
 from foretoken.option import Settings, option, same_option
 
 _setting = Settings()
+_Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,6 @@ class DraftOptions(RunOptions):
 
     init: str | None = _setting(None, "Start from this draft model; without it, from random weights.")
     on_policy: bool = _setting(False, "The answers are those of the draft model --init, not of the target.")
-
-
-_Config = TypeVar("_Config")
 
 
 def read_settings(path: Path) -> Mapping[str, Any]:

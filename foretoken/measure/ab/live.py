@@ -41,6 +41,12 @@ from foretoken.params import check_number, check_whole
 TOKEN_CHARS = 4  # of a token, where nobody counts them
 BIN_WIDTH = 0.01  # relative, of a histogram of times
 _SHORTEST_S, _LONGEST_S = 1e-6, 1e6
+MIN_ERRORS, ERROR_ALPHA = 5, 1e-4  # of B, before traffic goes back to A for them
+EXPLAINED = (
+    "B over A: A's time per token as a multiple of B's, by the mean difference of logarithms between the two blocks of "
+    "a pair, without what lengths of prompts and answers explain; above 1 B is faster. In brackets a 95 % interval "
+    "that holds however often one looks. p50 and p95 are those of counted requests as they came, to 1 %."
+)
 
 
 @dataclass(frozen=True)
@@ -190,9 +196,6 @@ class LiveSums:
         return self._by_characters if self.num_estimated else self._by_tokens
 
 
-MIN_ERRORS, ERROR_ALPHA = 5, 1e-4  # of B, before traffic goes back to A for them
-
-
 @dataclass(frozen=True)
 class LiveOptions:
     """Two servers and how traffic is divided between them; `margin` is as in `AbOptions`."""
@@ -274,13 +277,6 @@ def _log_ways(total: int, chosen: int) -> float:
     if chosen > total:
         return -math.inf
     return math.lgamma(total + 1) - math.lgamma(chosen + 1) - math.lgamma(total - chosen + 1)
-
-
-EXPLAINED = (
-    "B over A: A's time per token as a multiple of B's, by the mean difference of logarithms between the two blocks of "
-    "a pair, without what lengths of prompts and answers explain; above 1 B is faster. In brackets a 95 % interval "
-    "that holds however often one looks. p50 and p95 are those of counted requests as they came, to 1 %."
-)
 
 
 def live_report(

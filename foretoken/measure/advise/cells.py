@@ -29,6 +29,8 @@ from foretoken.measure.stats import Estimate, estimate
 from foretoken.params import check_number
 
 ALL_SLICES = ""
+_MAX_SPEED = 1e9
+_KEYS = {"name", "price_per_hour", "speed"}
 
 
 @dataclass(frozen=True)
@@ -163,10 +165,6 @@ def best_cells(cells: Sequence[SpeedCell]) -> list[SpeedCell]:
         if place not in found or cell.speedup.value > found[place].speedup.value:
             found[place] = cell
     return list(found.values())
-
-
-_MAX_SPEED = 1e9
-_KEYS = {"name", "price_per_hour", "speed"}
 
 
 @dataclass(frozen=True)

@@ -265,9 +265,6 @@ def _costs(
     return LoadCosts(prompt_tokens, prompt_tokens + options.max_tokens // 2, prefill_s, target, drafters)
 
 
-# ---- the engine
-
-
 def _engine_at(owner: str, model: str) -> str | None:
     """The engine whose server serves `model` and names this owner of it; None of one that is not known here."""
     if owner == model:  # as TGI does

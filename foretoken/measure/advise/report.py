@@ -42,6 +42,26 @@ ELSEWHERE = (
     SOURCES[-1],
 )
 _MEBI = 2**20
+_LOAD: Mapping[str, Callable[[SpeedCell], str]] = {  # by heading; beside them stands whether it pays
+    "drafter": lambda cell: cell.candidate,
+    "requests": lambda cell: str(cell.concurrency),
+    "draft tokens": lambda cell: str(cell.num_draft),
+    "speed-up": lambda cell: ratio_text(cell.speedup),
+    "decoding": lambda cell: f"{cell.decode_speedup:.2f}x",
+    "per step": lambda cell: f"{cell.emitted_per_step:.2f}",
+    "step": lambda cell: f"{cell.step_ratio:.2f}",
+    "tok/s": lambda cell: f"{cell.plain_tokens_per_s:.4g} > {cell.tokens_per_s:.4g}",
+    "ms/token": lambda cell: f"{cell.plain_ms_per_token:.3g} > {cell.ms_per_token:.3g}",
+}
+_MEMORY: Mapping[str, Callable[[MemoryRow], str]] = {  # by heading
+    "drafter": lambda row: row.candidate,
+    "weights MiB": lambda row: f"{row.draft_weight_bytes / _MEBI:,.0f}",
+    "cache MiB": lambda row: f"{row.draft_kv_bytes / _MEBI:,.0f}",
+    "in all MiB": lambda row: f"{row.displaced_bytes / _MEBI:,.0f}",
+    "cache tokens displaced": lambda row: f"{row.displaced_tokens:,}",
+    "requests that fit": lambda row: f"{row.room.plain:,} > {row.room.candidate:,}",
+    "left free": lambda row: f"{max(0.0, row.left_free):.0%}",
+}
 
 
 @dataclass(frozen=True)
@@ -150,19 +170,6 @@ def _findings(options: AdviseOptions, found: Measured, best: Sequence[SpeedCell]
     return findings
 
 
-_LOAD: Mapping[str, Callable[[SpeedCell], str]] = {  # by heading; beside them stands whether it pays
-    "drafter": lambda cell: cell.candidate,
-    "requests": lambda cell: str(cell.concurrency),
-    "draft tokens": lambda cell: str(cell.num_draft),
-    "speed-up": lambda cell: ratio_text(cell.speedup),
-    "decoding": lambda cell: f"{cell.decode_speedup:.2f}x",
-    "per step": lambda cell: f"{cell.emitted_per_step:.2f}",
-    "step": lambda cell: f"{cell.step_ratio:.2f}",
-    "tok/s": lambda cell: f"{cell.plain_tokens_per_s:.4g} > {cell.tokens_per_s:.4g}",
-    "ms/token": lambda cell: f"{cell.plain_ms_per_token:.3g} > {cell.ms_per_token:.3g}",
-}
-
-
 def _load_table(best: Sequence[SpeedCell], options: AdviseOptions) -> Table:
     lines, styles = [], []
     for cell in (cell for cell in best if cell.slice == ALL_SLICES):
@@ -196,17 +203,6 @@ def _sweep_table(sweep: Sequence[SpeedCell], options: AdviseOptions) -> Table:
         (name, str(load), *(known.get((name, load, n), "") for n in options.lengths)) for name, load in places
     )
     return Table("Speed-up by draft tokens", ("drafter", "requests", *map(str, options.lengths)), lines)
-
-
-_MEMORY: Mapping[str, Callable[[MemoryRow], str]] = {  # by heading
-    "drafter": lambda row: row.candidate,
-    "weights MiB": lambda row: f"{row.draft_weight_bytes / _MEBI:,.0f}",
-    "cache MiB": lambda row: f"{row.draft_kv_bytes / _MEBI:,.0f}",
-    "in all MiB": lambda row: f"{row.displaced_bytes / _MEBI:,.0f}",
-    "cache tokens displaced": lambda row: f"{row.displaced_tokens:,}",
-    "requests that fit": lambda row: f"{row.room.plain:,} > {row.room.candidate:,}",
-    "left free": lambda row: f"{max(0.0, row.left_free):.0%}",
-}
 
 
 def _memory_tables(found: Measured) -> tuple[Table, ...]:

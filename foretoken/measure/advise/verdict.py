@@ -25,6 +25,8 @@ LONG_PROMPT_TOKENS = 2048  # from here on a prompt is as long as those of retrie
 SHORT_ANSWER_TOKENS = 100
 MIN_PREFILL_SHARE = 0.3  # of an answer's time, from which on reading prompts is said
 SATURATED = 1.5  # plain steps that a step with draft tokens takes
+Answer = Literal["yes", "only under this load", "only for these slices", "no"]
+MARGIN = 0.03  # a gain that is smaller is none
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,6 @@ def shortest_answer(candidate: str, cells: Sequence[SpeedCell], costs: LoadCosts
     cell = min((cell for cell in cells if cell.slice == ALL_SLICES), key=lambda one: one.concurrency)
     saved_s = costs.plain_s(cell.concurrency) * (1 - 1 / cell.decode_speedup)
     return math.ceil(prompt_s * cell.concurrency / saved_s) if saved_s > 0 else None
-
-
-Answer = Literal["yes", "only under this load", "only for these slices", "no"]
-MARGIN = 0.03  # a gain that is smaller is none
 
 
 @dataclass(frozen=True)

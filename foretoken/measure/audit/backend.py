@@ -24,6 +24,14 @@ from foretoken.measure.prompts import text_pairs
 _NUM_TOGETHER = 8
 _TIES = "give --target: its logits tell near ties from errors"
 _NOT_READ = "the target's tokenizer does not write these answers, so near ties are not told from errors"
+_PLAIN = Drafting(None)
+_NUM_AGAIN = 4  # answers that are asked a second time
+_FIRST_TEMPERATURE = 1.0
+_NUM_FIRST_TOKENS = 4  # with token ids a first token may write nothing, but an answer should not
+_AGAIN = "the same answer again"
+_FIRST = "distribution of first tokens"
+_NO_TARGET = "no target to judge by; give --target"
+_NO_IDS = "the answers carry no token ids, and another spelling of a text is no error"
 
 
 @dataclass(frozen=True)
@@ -131,16 +139,6 @@ def _question(prompt: Prompt, options: BackendAuditOptions, backend: AnsweringBa
     if not backend.capabilities.conversations:
         raise InputError("prompts", prompt.messages, f"{backend.name} renders no conversations; give texts")
     return Question(messages=messages, max_tokens=options.max_tokens, ignore_eos=ignore_eos)
-
-
-_PLAIN = Drafting(None)
-_NUM_AGAIN = 4  # answers that are asked a second time
-_FIRST_TEMPERATURE = 1.0
-_NUM_FIRST_TOKENS = 4  # with token ids a first token may write nothing, but an answer should not
-_AGAIN = "the same answer again"
-_FIRST = "distribution of first tokens"
-_NO_TARGET = "no target to judge by; give --target"
-_NO_IDS = "the answers carry no token ids, and another spelling of a text is no error"
 
 
 def check_greedy(session: BackendSession, drafting: Drafting) -> list[Check]:

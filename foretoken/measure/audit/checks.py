@@ -60,9 +60,6 @@ def _ids(outputs: Sequence[GenerateOutput]) -> list[Sequence[int]]:
     return [output.token_ids for output in outputs]
 
 
-# ---- seeds
-
-
 def check_seeds(session: Session) -> list[Check]:
     """A given seed reproduces its answer: under the coupled rule with any settings, under another rule with the same
     ones.
@@ -137,9 +134,6 @@ def _untimed(spec: SpecConfig) -> SpecConfig | None:
     return replace(spec, draft_probability=1.0) if spec.draft_probability == "auto" else spec
 
 
-# ---- numerics
-
-
 def check_numerics(session: Session) -> list[Check]:
     """The logits of a row computed alone, with drafted tokens after it, and beside another request; must be equal only
     with strict numerics.
@@ -205,9 +199,6 @@ def _decode(
 
 def _tensor(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=target.device)
-
-
-# ---- memory
 
 
 def check_blocks(session: Session) -> list[Check]:

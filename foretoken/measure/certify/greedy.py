@@ -154,9 +154,6 @@ def _logprobs(session: CertifySession, where: str) -> Check:
     return Check(_LOGPROBS, where, "fail" if wrong else "pass", len(gaps), found, f"all within {tolerance:g}")
 
 
-# ---- parameters
-
-
 def check_parameters(session: CertifySession) -> Iterator[Check]:
     """Each parameter changes B's answers as it changes A's. Where it changes none of A's, nothing can be said."""
     sampled: dict[str, object] = {"temperature": 1.0, "seed": session.options.seed}

@@ -31,6 +31,19 @@ POWER = 0.99
 _EXCEEDED = 20  # exchanges that lie further apart, after which there is no danger
 _RESOLUTION = 3  # exchanges for each one that the level allows to lie further apart
 _DRAWN_AT_ONCE = 500
+SETTINGS: tuple[dict[str, float], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.0, "top_p": 0.6},
+)
+_TESTS = 2  # of each setting: how answers begin, and which token follows which
+_NUM_PROMPTS, _NUM_BINS = 2, 8  # bins of each prompt
+_SAMPLE_TOKENS = 8
+_AT_ONCE, _FEWER_AT_ONCE = 16, 4  # answers of one request; llama.cpp gives as many as it has slots, 4 unless told
+_APART = 1 << 30  # seeds of A and of B; engines keep the lowest 32 bits
+_NUM_AGAIN, _NUM_SEEDS = 4, 8
+_BEGIN, _FOLLOW = "distribution: how answers begin", "distribution: which token follows which"
+_EQUAL, _OTHER = "equal seeds, equal answers", "other seeds, other answers"
 
 
 @dataclass(frozen=True)
@@ -150,21 +163,6 @@ def _smallest(drawn: Array, num_counted: float, level: float) -> float:
     return math.sqrt(scale * noncentrality(freedom, level, POWER) / (2 * num_counted))
 
 
-SETTINGS: tuple[dict[str, float], ...] = (
-    {"temperature": 1.0},
-    {"temperature": 0.6},
-    {"temperature": 1.0, "top_p": 0.6},
-)
-_TESTS = 2  # of each setting: how answers begin, and which token follows which
-_NUM_PROMPTS, _NUM_BINS = 2, 8  # bins of each prompt
-_SAMPLE_TOKENS = 8
-_AT_ONCE, _FEWER_AT_ONCE = 16, 4  # answers of one request; llama.cpp gives as many as it has slots, 4 unless told
-_APART = 1 << 30  # seeds of A and of B; engines keep the lowest 32 bits
-_NUM_AGAIN, _NUM_SEEDS = 4, 8
-_BEGIN, _FOLLOW = "distribution: how answers begin", "distribution: which token follows which"
-_EQUAL, _OTHER = "equal seeds, equal answers", "other seeds, other answers"
-
-
 def level_of(alpha: float) -> float:
     """The level of each test, so that a correct B fails any of them with probability `alpha` at most."""
     return alpha / (_TESTS * len(SETTINGS))
@@ -264,9 +262,6 @@ def _following(a: Sequence[ApiChoice], b: Sequence[ApiChoice]) -> tuple[Array, A
     units = [one.pieces or tuple(one.text) for one in (*a, *b)]
     rows = counted([list(pairwise(unit)) for unit in units], 2 * _NUM_BINS)
     return rows[: len(a)], rows[len(a) :]
-
-
-# ---- seeds
 
 
 def check_seeds(session: CertifySession) -> Iterator[Check]:

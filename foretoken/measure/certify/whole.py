@@ -33,9 +33,6 @@ def check_limits(session: CertifySession) -> Iterator[Check]:
     yield attempt(_REASON, "temperature 0", lambda: _reasons(session))
 
 
-# ---- stop strings
-
-
 def _stop_cases(session: CertifySession, side: Asker) -> list[tuple[ApiChoice, str, ApiRequest]]:
     """(whole answer, stop string, request) of a side: parts of its own greedy answers become stop strings."""
     found = []
@@ -75,9 +72,6 @@ def _stop_problem(session: CertifySession, whole: ApiChoice, stop: str, answer: 
     if answer.text != wanted:
         return f"stop {stop!r}: the answer ends {answer.text[-12:]!r}, not {wanted[-12:]!r}"
     return "" if answer.finish_reason in ("stop", "") else f"stop {stop!r}: finish_reason {answer.finish_reason!r}"
-
-
-# ---- lengths and counts
 
 
 def _length_requests(session: CertifySession) -> list[ApiRequest]:
@@ -157,9 +151,6 @@ def _reason_problem(request: ApiRequest, reply: Reply, other: Reply | None) -> s
         if theirs and theirs != answer.finish_reason:
             return f"finish_reason {answer.finish_reason!r}, A says {theirs!r}"
     return ""
-
-
-# ---- streams
 
 
 def check_stream(session: CertifySession) -> Iterator[Check]:

@@ -21,6 +21,7 @@ from foretoken.params import check_temperatures, check_whole
 
 MAX_PROMPTS = 100_000
 MAX_DRAFTED = 256
+_TEMPERATURES = (0.0, 0.8)
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,6 @@ def _check_sizes(options: EvalOptions | BackendEvalOptions) -> None:
     check_whole("seed", options.seed, low=0, high=2**62)
     check_price(options.price_per_hour)
     check_slo(options.slo_ms, options.price_per_hour is not None)
-
-
-_TEMPERATURES = (0.0, 0.8)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ from foretoken.measure.prompts import text_pairs
 from foretoken.measure.report import now
 from foretoken.model.names import model_folder
 
+_FEW_PROMPTS = 10  # of a slice: with fewer no interval is narrow
+_REMEDY = "acceptance cannot be measured; ask an engine that reports them with its answers, or a server with /metrics"
+
 
 def open_llm(options: EvalOptions) -> LLM:
     """The engine with the target; costs of steps are not measured, because drafts have a fixed length. Raises
@@ -93,9 +96,6 @@ def measure(llm: LLM, options: EvalOptions, job: tuple[EvalPrompt, EvalDrafter, 
     count = len(output.token_ids)
     timed = count, output.stats.total_s, output.stats.inter_token_s if count > 1 else None
     return EvalSample(drafter.name, prompt.slice, temperature, prompt.key, rule, counter.counts, timed)
-
-
-_FEW_PROMPTS = 10  # of a slice: with fewer no interval is narrow
 
 
 class EvaluationRun(ABC):
@@ -224,9 +224,6 @@ def _drafts(spec: SpecConfig) -> Iterator[str]:
         yield spec.draft
     for part in spec.declared:
         yield from _drafts(part)
-
-
-_REMEDY = "acceptance cannot be measured; ask an engine that reports them with its answers, or a server with /metrics"
 
 
 class BackendEvalRun(EvaluationRun):

@@ -17,6 +17,27 @@ BAR = 0.97  # of the best fixed setting and of plain: the goal of an adaptive se
 
 _Speed = Callable[[Turn], float]
 _TurnsOf = Mapping[BatchSetting, Mapping[int, Turn]]  # by setting and repeat
+_SUMMARY = (  # heading, key of the summary
+    ("ratio to plain", "speedup"),
+    ("worst", "worst_speedup"),
+    ("at", "worst_speedup_at"),
+    ("ratio to best fixed", "to_best_fixed"),
+    ("worst", "worst_to_best_fixed"),
+    ("at", "worst_to_best_fixed_at"),
+    (f"cells below {BAR}", "cells_below_bar"),
+    ("ratio to best single fixed", "to_single_fixed"),
+    ("decoding: ratio to plain", "decode_speedup"),
+    ("worst", "decode_worst_speedup"),
+    ("ratio to best fixed", "decode_to_best_fixed"),
+    ("worst", "decode_worst_to_best_fixed"),
+    ("requests: ratio to plain", "request_speedup"),
+    ("worst", "request_worst_speedup"),
+    ("ratio to best fixed", "request_to_best_fixed"),
+    ("worst", "request_worst_to_best_fixed"),
+    (f"cells below {BAR}", "request_cells_below_bar"),
+    ("differing", "differing"),
+    ("unexplained", "unexplained"),
+)
 
 
 @dataclass(frozen=True)
@@ -225,29 +246,6 @@ def grid_summary(rows: Sequence[BatchRow]) -> dict[str, dict[str, object]]:
             "unexplained": sum(row.unexplained for row in own),
         }
     return found
-
-
-_SUMMARY = (  # heading, key of the summary
-    ("ratio to plain", "speedup"),
-    ("worst", "worst_speedup"),
-    ("at", "worst_speedup_at"),
-    ("ratio to best fixed", "to_best_fixed"),
-    ("worst", "worst_to_best_fixed"),
-    ("at", "worst_to_best_fixed_at"),
-    (f"cells below {BAR}", "cells_below_bar"),
-    ("ratio to best single fixed", "to_single_fixed"),
-    ("decoding: ratio to plain", "decode_speedup"),
-    ("worst", "decode_worst_speedup"),
-    ("ratio to best fixed", "decode_to_best_fixed"),
-    ("worst", "decode_worst_to_best_fixed"),
-    ("requests: ratio to plain", "request_speedup"),
-    ("worst", "request_worst_speedup"),
-    ("ratio to best fixed", "request_to_best_fixed"),
-    ("worst", "request_worst_to_best_fixed"),
-    (f"cells below {BAR}", "request_cells_below_bar"),
-    ("differing", "differing"),
-    ("unexplained", "unexplained"),
-)
 
 
 def grid_tables(rows: Sequence[BatchRow]) -> list[Table]:

@@ -54,6 +54,18 @@ from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
 
 RESUMED = "The run was stopped and resumed; policies of adaptive settings started without measurements again."
+_SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
+EXPLAINED = (
+    "A cell: tokens per second of the whole batch, prefill included (median over repeats); the ratio to plain; the "
+    "ratio to the best setting with a fixed number of draft tokens (plain is one of them) at that batch size and "
+    "slice. Ratios are medians over repeats of neighbouring turns. `decoding` counts from the moment when every "
+    "request has its first token. `requests` is the mean over requests of the tokens per second after a request's "
+    "first token: requests with high acceptance end early, and the batch then runs with fewer requests, which a "
+    "server with a queue would refill. The best fixed setting is chosen afterwards from the same noisy turns, which "
+    "biases it upwards a little. `differing` counts answers that differ from plain's; in 16-bit arithmetic an answer "
+    "may differ where two logits are within rounding error, and `unexplained` counts greedy answers without such a "
+    "near tie. `!` behind a cell: other processes took a tenth of the cores or more during a turn of it."
+)
 
 
 def kept_turns(
@@ -71,9 +83,6 @@ def kept_turns(
     files = [file for choice in choices for file in choice.files]
     about = {"models": models, "files": files, "machine": machine(), "versions": versions()}
     return kept_run(options.resume, "bench load", asked, options, without=without_effect, **about)
-
-
-_SPARE_TOKENS = 64  # of cache per request, for draft tokens and rounding up to whole blocks
 
 
 def announce(words: str) -> None:
@@ -169,19 +178,6 @@ def make_report(
         caveats=(*caveats, *notes),
     )
     return write_report(report, options.out, options.name)
-
-
-EXPLAINED = (
-    "A cell: tokens per second of the whole batch, prefill included (median over repeats); the ratio to plain; the "
-    "ratio to the best setting with a fixed number of draft tokens (plain is one of them) at that batch size and "
-    "slice. Ratios are medians over repeats of neighbouring turns. `decoding` counts from the moment when every "
-    "request has its first token. `requests` is the mean over requests of the tokens per second after a request's "
-    "first token: requests with high acceptance end early, and the batch then runs with fewer requests, which a "
-    "server with a queue would refill. The best fixed setting is chosen afterwards from the same noisy turns, which "
-    "biases it upwards a little. `differing` counts answers that differ from plain's; in 16-bit arithmetic an answer "
-    "may differ where two logits are within rounding error, and `unexplained` counts greedy answers without such a "
-    "near tie. `!` behind a cell: other processes took a tenth of the cores or more during a turn of it."
-)
 
 
 def run_batches(

@@ -18,6 +18,18 @@ _NGRAM = "ngram"  # the counterpart of every lookup of another engine
 SUMMARY_NOTE = (
     "Speedup over plain and tokens a step, each at its best number of draft tokens (in brackets) on the slice."
 )
+EXPLAINED = (
+    "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
+    "the same slice in the same run, of each prompt its medians over repeats, `95 %` its bootstrap interval over "
+    "prompts, each drawn with its plain answer. "
+    "`end to end` is the same ratio for whole answers, their prompts included; tokens/s for `plain`. "
+    "`repeats` is the share of 4-grams that an output had used before: repetition raises the acceptance of every "
+    "drafter. `differ` counts greedy outputs that differ from plain decoding's: in 16 bits near ties can resolve "
+    "otherwise; with strict numerics none may. `contended` counts answers during which other processes took a tenth "
+    "of the cores or more. `by position` is the acceptance in per cent at the 1st, 2nd, ... draft token; `vs peer` "
+    "compares with the fastest other engine that drafts in the same way."
+)
+_PRICED = "Whole answers, their prompts included, one request at a time."
 
 
 def best(rows: Iterable[SpeedRow]) -> SpeedRow | None:
@@ -141,18 +153,6 @@ def by_position(row: SpeedRow, most: int = 5) -> str:
     return " ".join(f"{100 * share:.0f}" for share in shares[:most]) + (" ..." if len(shares) > most else "")
 
 
-EXPLAINED = (
-    "tok/s is the median over repeats of the tokens after the prompt's forward pass; speedup is against `plain` on "
-    "the same slice in the same run, of each prompt its medians over repeats, `95 %` its bootstrap interval over "
-    "prompts, each drawn with its plain answer. "
-    "`end to end` is the same ratio for whole answers, their prompts included; tokens/s for `plain`. "
-    "`repeats` is the share of 4-grams that an output had used before: repetition raises the acceptance of every "
-    "drafter. `differ` counts greedy outputs that differ from plain decoding's: in 16 bits near ties can resolve "
-    "otherwise; with strict numerics none may. `contended` counts answers during which other processes took a tenth "
-    "of the cores or more. `by position` is the acceptance in per cent at the 1st, 2nd, ... draft token; `vs peer` "
-    "compares with the fastest other engine that drafts in the same way."
-)
-_PRICED = "Whole answers, their prompts included, one request at a time."
 _CELLS: Mapping[str, Callable[[SpeedRow], str]] = {  # by heading; beside them stands what a peer does
     "setting": lambda row: row.setting + (" (lossy)" if row.lossy else ""),
     "tok/s": lambda row: _number(row.tokens_per_s),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_REQUESTS = 1_000_000  # all are planned before the first is sent
 _RATES = (1e-6, 1e6)  # requests per second
 _MAX_S = 86_400.0
+_TRACE_KEYS = ("arrival_s", "prompt", "max_tokens", "slice")
+_MAX_ARRIVAL_S = 1e7
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,6 @@ class UrlOptions:
         from foretoken.backend.http import ServerAddress  # help is printed without an HTTP client
 
         return ServerAddress(self.url, self.model or "", self.key_variable, self.timeout_s)
-
-
-_TRACE_KEYS = ("arrival_s", "prompt", "max_tokens", "slice")
-_MAX_ARRIVAL_S = 1e7
 
 
 @dataclass(frozen=True)

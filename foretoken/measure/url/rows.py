@@ -16,6 +16,17 @@ from foretoken.measure.report import Table
 from foretoken.measure.stats import MIN_GROUPS, Estimate, estimate, mean_estimate, quantile_estimate
 from foretoken.measure.url.plan import UrlOptions
 
+SHARES = (0.50, 0.95, 0.99)
+_WINDOWS = 20  # of the run, drawn again for the interval of the throughput
+EXPLAINED = (
+    "Times count from when a request was due, so a client or server that falls behind shows. ttft: to the first text. "
+    "itl: between two pieces of text, which may hold several tokens. tpot: per token after the first piece. e2e: to "
+    "the end. In brackets: 95 % intervals over requests, for tokens/s over equal parts of the run; `-`: too few "
+    "requests to tell that end."
+)
+_TIMES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
+_COLUMNS = ("mean", "p50", "p95", "p99")
+
 
 @dataclass
 class UrlSample(Stream):
@@ -53,10 +64,6 @@ class UrlSample(Stream):
             return None
         later = self.num_tokens - self.counted_pieces()[0][1]
         return (self.pieces[-1][0] - self.pieces[0][0]) / later if later > 0 else None
-
-
-SHARES = (0.50, 0.95, 0.99)
-_WINDOWS = 20  # of the run, drawn again for the interval of the throughput
 
 
 @dataclass(frozen=True)
@@ -173,16 +180,6 @@ def _drafted(done: Sequence[UrlSample], counters: tuple[int, int] | None) -> tup
     if known:
         return sum(drafted for drafted, _ in known), sum(accepted for _, accepted in known)
     return counters if counters is not None else (None, None)
-
-
-EXPLAINED = (
-    "Times count from when a request was due, so a client or server that falls behind shows. ttft: to the first text. "
-    "itl: between two pieces of text, which may hold several tokens. tpot: per token after the first piece. e2e: to "
-    "the end. In brackets: 95 % intervals over requests, for tokens/s over equal parts of the run; `-`: too few "
-    "requests to tell that end."
-)
-_TIMES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
-_COLUMNS = ("mean", "p50", "p95", "p99")
 
 
 def url_prices(rows: Sequence[UrlRow], price_per_hour: float | None) -> tuple[PriceRow, ...]:

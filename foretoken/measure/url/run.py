@@ -29,6 +29,11 @@ from foretoken.measure.url.rows import EXPLAINED, UrlRow, UrlSample, summarise_u
 from foretoken.measure.write import write_report
 from foretoken.printing.console import Console
 
+_MAX_LAG_S = 0.05
+_MIN_DRAFTED = 100  # tokens, below which acceptance says little
+_CHANCE = 0.01
+_RESUMED = "The run was stopped and resumed: the server may have been started again between two loads."
+
 
 @dataclass
 class UrlRun:
@@ -59,12 +64,6 @@ def _kept(options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> KeptFile:
 
     file.restored(restore)
     return file
-
-
-_MAX_LAG_S = 0.05
-_MIN_DRAFTED = 100  # tokens, below which acceptance says little
-_CHANCE = 0.01
-_RESUMED = "The run was stopped and resumed: the server may have been started again between two loads."
 
 
 def run_url(options: UrlOptions, command: str = "foretoken bench --url") -> Report:
