@@ -9,7 +9,7 @@ from foretoken.errors import InputError
 from foretoken.field_text import words
 from foretoken.measure.workload import SLICES
 from foretoken.option import Option, Settings, option
-from foretoken.params import check_number
+from foretoken.params import check_number, check_whole
 
 ALL = "all"  # every slice, or every kind
 PLAIN = "plain"
@@ -48,6 +48,12 @@ MAX_SLO_MS = 1e9
 def resume_option(what: str, how: str = "") -> Mapping[str, Option]:
     """The option that names the file from which a run resumes, where each `what` is kept."""
     return option(f"Results file with each {what}; an interrupted run resumes from it{how}.")
+
+
+def check_wholes(options: object, **limits: tuple[int, int | None]) -> None:
+    """Refuse fields of `options` that are no whole numbers within their limits. Raises InputError: names the field."""
+    for name, (low, high) in limits.items():
+        check_whole(name, getattr(options, name), low, high)
 
 
 def check_slo(slo_ms: float | None, has_price: bool) -> None:

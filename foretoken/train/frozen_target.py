@@ -50,10 +50,13 @@ def fast_precision(device: torch.device | str) -> Precision:
 
 
 class FrozenTarget:
-    """A target whose weights stay as they are; `autocast` is the context of its computations and of the head's."""
+    """A target whose weights stay as they are; `autocast` is the context of its computations and of the head's.
 
-    def __init__(self, decoder: Decoder, precision: Precision = "float32") -> None:
-        self.decoder, self.precision = decoder.requires_grad_(False).eval(), precision
+    `folder` is that of its checkpoint, where it was loaded from one.
+    """
+
+    def __init__(self, decoder: Decoder, precision: Precision = "float32", folder: Path = Path()) -> None:
+        self.decoder, self.precision, self.folder = decoder.requires_grad_(False).eval(), precision, folder
 
     @staticmethod
     def load(folder: Path, device: str | torch.device = "cpu", precision: Precision = "float32") -> FrozenTarget:
@@ -67,7 +70,7 @@ class FrozenTarget:
             raise UnsupportedModelError(
                 f"{folder} runs through transformers; heads are trained for the families of our own decoder"
             )
-        return FrozenTarget(load_decoder(folder, dtype=precision, device=device, pack=False), precision)
+        return FrozenTarget(load_decoder(folder, dtype=precision, device=device, pack=False), precision, folder)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Multiply matrices in bfloat16, if that is the precision."""

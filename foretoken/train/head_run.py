@@ -29,6 +29,7 @@ from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.names import model_folder
 from foretoken.model.saving import save_checkpoint
 from foretoken.text.tokenizer import load_tokenizer
+from foretoken.train.frozen_target import FrozenTarget
 from foretoken.train.head_data import HeadData
 from foretoken.train.head_recipes import EagleShape, HeadShape, new_head, recipe_of
 from foretoken.train.head_train_config import HeadTrainConfig
@@ -36,7 +37,6 @@ from foretoken.train.head_trainer import HeadResult, HeadTrainer
 from foretoken.train.parallel import Ranks
 from foretoken.train.recipes import DRAFT_SHAPE, ModelSize
 from foretoken.train.run_job import (
-    JobTarget,
     RunJob,
     RunSettings,
     check_resumed,
@@ -88,7 +88,7 @@ class HeadPlan:
 class PreparedRun:
     """Everything that a trainer needs, and the share of the text that the head's vocabulary can write."""
 
-    target: JobTarget
+    target: FrozenTarget
     data: HeadData
     head: Head
     coverage: float
@@ -104,15 +104,15 @@ def prepare_run(job: HeadJob) -> PreparedRun:
     started_folder = None if job.init is None else _folder_to_start_from(job.init, job.settings.head)
     target = open_target(job)
     data = open_text(job, target, target.folder)
-    counts = data.train.counts(target.vocab_size)
-    config = target.frozen.decoder.config
+    config = target.decoder.config
+    counts = data.train.counts(config.vocab_size)
     if started_folder is not None:
-        head = load_head(started_folder, config, "float32", target.frozen.device, target.folder)
+        head = load_head(started_folder, config, "float32", target.device, target.folder)
     else:
         words = load_tokenizer(target.folder)
         special = () if words is None else words.special_ids  # a template may emit them, however rare they are
-        always = {*config.eos_token_ids, *(token for token in special if token < target.vocab_size)}
-        head = new_head(job.settings.head, target.frozen, counts, always, job.settings.train.seed)
+        always = {*config.eos_token_ids, *(token for token in special if token < config.vocab_size)}
+        head = new_head(job.settings.head, target, counts, always, job.settings.train.seed)
     return PreparedRun(target, data, head, coverage(counts, head.vocabulary))
 
 
@@ -155,7 +155,7 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
         what |= {"without_adapter": asdict(_passing_trainer(run, job, job.settings.train).measure())}
 
     def keep() -> None:
-        config = target.frozen.decoder.config
+        config = target.decoder.config
         save_head(head, job.out / HEAD, config, target.folder, job.target, dtype="bfloat16")
 
     return _trained(job, target, run.data, head, what, keep, ranks)
@@ -163,7 +163,7 @@ def train_head(job: HeadJob, ranks: Ranks | None = None) -> HeadResult:
 
 def _trained(
     job: RunJob,
-    target: JobTarget,
+    target: FrozenTarget,
     data: HeadData,
     student: Student,
     what: Mapping[str, Any],
@@ -173,7 +173,7 @@ def _trained(
     """Train `student`, which `what` describes in the manifest and `keep` stores."""
     check_resumed(job, target, what)
     states = open_states(job, target, student.hidden_layers(), ranks)
-    trainer = HeadTrainer(student, target.frozen, data, job.settings.train, job.out, keep, ranks, states)
+    trainer = HeadTrainer(student, target, data, job.settings.train, job.out, keep, ranks, states)
     if ranks.is_first:
         write_manifest(job, target, data, what, None)
     result = trainer.run()
@@ -184,7 +184,7 @@ def _trained(
 
 def _passing_trainer(run: PreparedRun, job: HeadJob, config: HeadTrainConfig) -> HeadTrainer:
     """A trainer of the new head that keeps nothing and resumes nothing."""
-    return HeadTrainer(run.head, run.target.frozen, run.data, config, job.out / "dry-run", lambda: None)
+    return HeadTrainer(run.head, run.target, run.data, config, job.out / "dry-run", lambda: None)
 
 
 def plan_head(job: HeadJob) -> HeadPlan:
@@ -199,8 +199,8 @@ def plan_head(job: HeadJob) -> HeadPlan:
     parameters = sum(p.numel() for p in run.head.parameters())
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     state_bytes = sum(one.nbytes for state in states for one in state.values() if isinstance(one, torch.Tensor))
-    weight_bytes = run.target.frozen.decoder.weight_bytes
-    wanted_bytes = states_bytes(config, run.target.frozen, len(run.head.hidden_layers()))
+    weight_bytes = run.target.decoder.weight_bytes
+    wanted_bytes = states_bytes(config, run.target, len(run.head.hidden_layers()))
     return HeadPlan(
         num_parameters=parameters,
         num_steps=config.num_steps,
@@ -216,7 +216,7 @@ def plan_head(job: HeadJob) -> HeadPlan:
 
 def _batch_bytes(run: PreparedRun, config: HeadTrainConfig) -> int:
     """Hidden states, the target's logits, and what is kept of each place for the backward pass."""
-    own, width = run.target.frozen.decoder.config, 4 if run.target.frozen.precision == "float32" else 2
+    own, width = run.target.decoder.config, 4 if run.target.precision == "float32" else 2
     rows = config.batch_windows * config.length
     states = rows * own.hidden_size * (len(run.head.hidden_layers()) + 1)
     logits = rows * own.vocab_size
@@ -256,7 +256,7 @@ def train_draft(job: DraftJob, ranks: Ranks | None = None) -> HeadResult:
             "safetensors checkpoint"
         )
     target = open_target(job)
-    decoder = _start(job, target.frozen.decoder.config).to(target.frozen.device)
+    decoder = _start(job, target.decoder.config).to(target.device)
     writer = model_folder(job.init) if job.on_policy and job.init is not None else target.folder
     data = open_text(job, target, writer)
     what = {"kind": "draft_model", "model": asdict(decoder.config), "init": job.init, "on_policy": job.on_policy}

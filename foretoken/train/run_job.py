@@ -61,20 +61,7 @@ class RunJob:
     command: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class JobTarget:
-    """The target of a run."""
-
-    folder: Path
-    frozen: FrozenTarget
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that it knows."""
-        return self.frozen.decoder.config.vocab_size
-
-
-def open_target(job: RunJob) -> JobTarget:
+def open_target(job: RunJob) -> FrozenTarget:
     """Load the target of a run, in the precision and on the device that it asks for.
 
     Raises:
@@ -85,26 +72,26 @@ def open_target(job: RunJob) -> JobTarget:
     check_folder(job.out)
     folder = model_folder(job.target)
     precision = _PRECISIONS[job.settings.precision] or fast_precision(device)
-    target = JobTarget(folder, FrozenTarget.load(folder, device, precision))
-    length, most = job.settings.train.length, target.frozen.decoder.config.max_context_tokens
+    target = FrozenTarget.load(folder, device, precision)
+    length, most = job.settings.train.length, target.decoder.config.max_context_tokens
     if length > most:
         raise ConfigError("length", length, f"must be at most the target's context of {most}")
     return target
 
 
-def open_states(job: RunJob, target: JobTarget, layers: Sequence[int], ranks: Ranks) -> StateCache | None:
+def open_states(job: RunJob, target: FrozenTarget, layers: Sequence[int], ranks: Ranks) -> StateCache | None:
     """The cache of hidden states of a run, in `job.out/states`, each rank's by itself; None if the run has none. Raises
     as `StateCache` does.
     """
-    bound, frozen = job.settings.train.state_cache_bytes // ranks.world, target.frozen
+    bound = job.settings.train.state_cache_bytes // ranks.world
     if not bound:
         return None
     console = Console(stderr=True)
     fingerprint = folder_fingerprint(target.folder)
-    origin = {"target": fingerprint, "device": str(frozen.device.type), "torch": torch.__version__}
+    origin = {"target": fingerprint, "device": str(target.device.type), "torch": torch.__version__}
     folder = job.out / STATES / f"rank{ranks.rank}"
-    wanted = states_bytes(job.settings.train, frozen, len(layers)) // ranks.world
-    return StateCache(folder, frozen, layers, origin, bound, wanted, console.line if ranks.is_first else lambda _: None)
+    wanted = states_bytes(job.settings.train, target, len(layers)) // ranks.world
+    return StateCache(folder, target, layers, origin, bound, wanted, console.line if ranks.is_first else lambda _: None)
 
 
 def states_bytes(config: HeadTrainConfig, target: FrozenTarget, num_layers: int) -> int:
@@ -114,7 +101,7 @@ def states_bytes(config: HeadTrainConfig, target: FrozenTarget, num_layers: int)
     return trained + config.validate_windows * entry_bytes(target, 1, config.length, num_layers)
 
 
-def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:
+def open_text(job: RunJob, target: FrozenTarget, writer: Path) -> HeadData:
     """The text of a run: the answers that the model in the folder `writer` gave, or the standard library's source as
     running text.
 
@@ -123,7 +110,7 @@ def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:
         InputError, ModelError, StorageError: see `answered_data` and `prepare`.
     """
     if job.answers is not None:
-        return answered_data(job.answers, writer, target.vocab_size, job.settings.held_out_share)
+        return answered_data(job.answers, writer, target.decoder.config.vocab_size, job.settings.held_out_share)
     words = load_tokenizer(target.folder)
     vocabulary = {} if words is None else words.vocabulary
     another = MismatchError(
@@ -138,7 +125,7 @@ def open_text(job: RunJob, target: JobTarget, writer: Path) -> HeadData:
     return HeadData(TokenText.running(data.train), TokenText.running(data.held_out), "the standard library")
 
 
-def check_resumed(job: RunJob, target: JobTarget, what: Mapping[str, Any]) -> None:
+def check_resumed(job: RunJob, target: FrozenTarget, what: Mapping[str, Any]) -> None:
     """Compare target and beginning (in `what`) of the run whose state is in `job.out` with this one's, by its manifest.
 
     Raises:
@@ -159,7 +146,7 @@ def check_resumed(job: RunJob, target: JobTarget, what: Mapping[str, Any]) -> No
 
 
 def write_manifest(
-    job: RunJob, target: JobTarget, data: HeadData, what: Mapping[str, Any], result: HeadResult | None
+    job: RunJob, target: FrozenTarget, data: HeadData, what: Mapping[str, Any], result: HeadResult | None
 ) -> None:
     """Write `run.json`: what was trained (`what`) for whom, on what, how, and what came of it. Raises StorageError: it
     cannot be written; an earlier one is kept.
@@ -177,7 +164,7 @@ def write_manifest(
             "wanted_tokens": data.train.num_wanted,
             "held_out_tokens": data.held_out.num_wanted,
         },
-        "precision": target.frozen.precision,
+        "precision": target.precision,
         "settings": asdict(job.settings),
         **what,
         "result": None if result is None else asdict(result),

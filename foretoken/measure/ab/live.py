@@ -152,20 +152,6 @@ class LiveSide:
             self.times["itl"].add(request.e2e_s / request.num_tokens)
 
 
-@dataclass
-class _Kept:
-    """What is kept of all requests by one way to count tokens."""
-
-    sides: dict[str, LiveSide] = field(default_factory=lambda: {"a": LiveSide(), "b": LiveSide()})
-    blocks: dict[tuple[int, str], LiveBlock] = field(default_factory=dict)
-
-    def add(self, request: LiveRequest) -> None:
-        turn = request.turn
-        self.sides[turn.side].add(request)
-        if request.is_compared:
-            self.blocks.setdefault((turn.block, turn.side), LiveBlock(turn.block, turn.side)).add(request)
-
-
 class LiveSums:
     """What is kept of all requests of a comparison; `num_estimated` answers would have been compared, had they said how
     many tokens they have. With one of them characters are counted, on both sides.
@@ -173,27 +159,28 @@ class LiveSums:
 
     def __init__(self) -> None:
         self.num_estimated = 0
-        self._by_tokens, self._by_characters = _Kept(), _Kept()
+        # By tokens, and by characters.
+        self._sides = [{"a": LiveSide(), "b": LiveSide()} for _ in range(2)]
+        self._blocks: list[dict[tuple[int, str], LiveBlock]] = [{}, {}]
 
     @property
     def sides(self) -> Mapping[str, LiveSide]:
         """Both servers by their letter."""
-        return self._kept.sides
+        return self._sides[self.num_estimated > 0]
 
     def add(self, request: LiveRequest) -> None:
         """Take in a request that has ended."""
-        estimated = request.by_characters()
-        self._by_tokens.add(request)
-        self._by_characters.add(estimated)
+        turn, estimated = request.turn, request.by_characters()
+        for sides, blocks, one in zip(self._sides, self._blocks, (request, estimated), strict=True):
+            sides[turn.side].add(one)
+            if one.is_compared:
+                blocks.setdefault((turn.block, turn.side), LiveBlock(turn.block, turn.side)).add(one)
         self.num_estimated += estimated.is_compared and not request.num_tokens
 
     def blocks(self, before: int | None = None) -> list[LiveBlock]:
         """The blocks with compared requests, in their order; those before the block `before` where that is given."""
-        return [one for (block, _), one in sorted(self._kept.blocks.items()) if before is None or block < before]
-
-    @property
-    def _kept(self) -> _Kept:
-        return self._by_characters if self.num_estimated else self._by_tokens
+        own = sorted(self._blocks[self.num_estimated > 0].items())
+        return [one for (block, _), one in own if before is None or block < before]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.measure import options as shared
-from foretoken.measure.options import check_price, check_slo, resume_option, setting
+from foretoken.measure.options import check_price, check_slo, check_wholes, resume_option, setting
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option
-from foretoken.params import TEMPERATURES, check_number, check_whole
+from foretoken.params import TEMPERATURES, check_number
 
 MAX_REPEATS = 1000
 
@@ -57,15 +57,8 @@ class AbOptions(SideOptions):
     def __post_init__(self) -> None:
         check_fields(self)
         self.check_sides()
-        for name, low, high in (
-            ("max_tokens", 1, 1 << 20),
-            ("repeats", 1, MAX_REPEATS),
-            ("pairs_per_block", 2, 1000),
-            ("warmup", 1, 1000),
-            ("aa_blocks", 0, 10_000),
-            ("seed", 0, 2**62),
-        ):
-            check_whole(name, getattr(self, name), low, high)
+        counts = {"max_tokens": (1, 1 << 20), "repeats": (1, MAX_REPEATS), "pairs_per_block": (2, 1000)}
+        check_wholes(self, **counts, warmup=(1, 1000), aa_blocks=(0, 10_000), seed=(0, 2**62))
         if self.pairs_per_block % 2:
             raise InputError("pairs_per_block", self.pairs_per_block, "must be even: half of a block begins with A")
         check_number("temperature", self.temperature, *TEMPERATURES)

@@ -13,7 +13,7 @@ from foretoken.field_text import wholes, words
 from foretoken.machine.memory import parse_bytes
 from foretoken.measure import options as shared
 from foretoken.measure.eval.options import EvalOptions
-from foretoken.measure.options import ALL, MAX_SLO_MS, check_price, resume_option, setting
+from foretoken.measure.options import ALL, MAX_SLO_MS, check_price, check_wholes, resume_option, setting
 from foretoken.measure.url.plan import UrlOptions
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option, same_option
@@ -97,8 +97,7 @@ class AdviseOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, low, high in (("prompts_per_slice", 1, 10_000), ("max_tokens", 2, 1 << 20), ("seed", 0, 2**62)):
-            check_whole(name, getattr(self, name), low, high)
+        check_wholes(self, prompts_per_slice=(1, 10_000), max_tokens=(2, 1 << 20), seed=(0, 2**62))
         for name, most in (("concurrency", MAX_CONCURRENCY), ("num_drafts", MAX_NUM_DRAFT)):
             if not getattr(self, name):
                 raise InputError(name, getattr(self, name), "give at least one number")

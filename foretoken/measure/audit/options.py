@@ -13,10 +13,10 @@ from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
 from foretoken.measure.asked import BackendSource
-from foretoken.measure.options import NAME_OPTION, OUT_OPTION, resume_option, setting
+from foretoken.measure.options import NAME_OPTION, OUT_OPTION, check_wholes, resume_option, setting
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, same_option
-from foretoken.params import check_temperatures, check_whole
+from foretoken.params import check_temperatures
 
 MAX_PROMPTS = 100_000  # all answers are held in memory until they are tested
 
@@ -59,9 +59,7 @@ class AuditOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_whole("num_prompts", self.num_prompts, low=1, high=MAX_PROMPTS)
-        check_whole("max_tokens", self.max_tokens, low=2)
-        check_whole("seed", self.seed, low=0, high=2**63)
+        check_wholes(self, num_prompts=(1, MAX_PROMPTS), max_tokens=(2, None), seed=(0, 2**63))
         check_temperatures("temperatures", self.temperatures)
         check_result(self.out, self.name)
 
@@ -138,11 +136,8 @@ class BackendAuditOptions:
     alpha: float = 1e-4
 
     def __post_init__(self) -> None:
-        check_whole("num_draft", self.num_draft, low=1, high=256)
-        check_whole("num_prompts", self.num_prompts, low=1, high=MAX_PROMPTS)
-        check_whole("num_seeds", self.num_seeds, low=1, high=MAX_PROMPTS)
-        check_whole("max_tokens", self.max_tokens, low=2)
-        check_whole("seed", self.seed, low=0, high=2**62)
+        check_wholes(self, num_draft=(1, 256), num_prompts=(1, MAX_PROMPTS), num_seeds=(1, MAX_PROMPTS))
+        check_wholes(self, max_tokens=(2, None), seed=(0, 2**62))
         check_temperatures("temperatures", self.temperatures)
         check_result(self.out, self.name)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from foretoken.errors import InputError
 from foretoken.field_text import words
 from foretoken.measure import options as shared
-from foretoken.measure.options import resume_option, setting
+from foretoken.measure.options import check_wholes, resume_option, setting
 from foretoken.measure.sides import SideOptions
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields
-from foretoken.params import check_number, check_whole
+from foretoken.params import check_number
 
 KINDS = ("greedy", "parameters", "limits", "stream", "distribution", "seeds", "forms")
 
@@ -49,9 +49,7 @@ class CertifyOptions(SideOptions):
     def __post_init__(self) -> None:
         check_fields(self)
         self.check_sides()
-        check_whole("num_prompts", self.num_prompts, 1, 10_000)
-        check_whole("max_tokens", self.max_tokens, 8, 1 << 20)
-        check_whole("seed", self.seed, 0, 2**62)
+        check_wholes(self, num_prompts=(1, 10_000), max_tokens=(8, 1 << 20), seed=(0, 2**62))
         check_number("effect", self.effect, 0.005, 1.0)
         check_number("alpha", self.alpha, 1e-6, 0.1)
         check_number("tolerance", self.tolerance, 0.0, 10.0)

@@ -10,10 +10,10 @@ from foretoken.config import SpecConfig
 from foretoken.engine_config import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.measure import options as shared
-from foretoken.measure.options import resume_option, setting
+from foretoken.measure.options import check_wholes, resume_option, setting
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, same_option
-from foretoken.params import TEMPERATURES, check_number, check_whole
+from foretoken.params import TEMPERATURES, check_number
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,7 @@ class DiagnoseOptions:
         check_fields(self)
         if (self.head is None) == (self.draft is None):
             raise ConfigError("head", self.head, "give --head for a trained head, or --draft for a draft model")
-        check_whole("num_prompts", self.num_prompts, 2, 10_000)
-        check_whole("max_tokens", self.max_tokens, 8, 1 << 20)
-        check_whole("num_draft", self.num_draft, 1, 64)
-        check_whole("seed", self.seed, 0, 2**62)
+        check_wholes(self, num_prompts=(2, 10_000), max_tokens=(8, 1 << 20), num_draft=(1, 64), seed=(0, 2**62))
         check_number("temperature", self.temperature, *TEMPERATURES)
         if self.url is not None:
             check_address("url", self.url)

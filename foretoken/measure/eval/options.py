@@ -15,9 +15,9 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, words
 from foretoken.measure import options as shared
 from foretoken.measure.asked import BackendSource
-from foretoken.measure.options import check_price, check_slo, resume_option, setting
+from foretoken.measure.options import check_price, check_slo, check_wholes, resume_option, setting
 from foretoken.option import check_fields, same_option
-from foretoken.params import check_temperatures, check_whole
+from foretoken.params import check_temperatures
 
 MAX_PROMPTS = 100_000
 MAX_DRAFTED = 256
@@ -113,10 +113,8 @@ class EvalOptions:
 
 
 def _check_sizes(options: EvalOptions | BackendEvalOptions) -> None:
-    check_whole("num_draft", options.num_draft, low=1, high=MAX_DRAFTED)
-    check_whole("prompts_per_slice", options.prompts_per_slice, low=1, high=MAX_PROMPTS)
-    check_whole("max_tokens", options.max_tokens, low=2)
-    check_whole("seed", options.seed, low=0, high=2**62)
+    counts = {"num_draft": (1, MAX_DRAFTED), "prompts_per_slice": (1, MAX_PROMPTS)}
+    check_wholes(options, **counts, max_tokens=(2, None), seed=(0, 2**62))
     check_price(options.price_per_hour)
     check_slo(options.slo_ms, options.price_per_hour is not None)
 

@@ -103,10 +103,11 @@ class EvaluationRun(ABC):
     those without drafts, which only prices need.
     """
 
+    options: EvalOptions | BackendEvalOptions
     jobs: Sequence[object]  # one for each answer
 
     def __init__(self, options: EvalOptions | BackendEvalOptions, prompts: Sequence[EvalPrompt], command: str) -> None:
-        self._options, self.prompts, self.command = options, prompts, command
+        self.options, self.prompts, self.command = options, prompts, command
         self.samples: list[EvalSample] = []
         self.plain: list[EvalSample] = []
         self.identity: dict[str, object] = {}
@@ -119,7 +120,7 @@ class EvaluationRun(ABC):
 
     def _kept(self, kind: str, **about: Any) -> KeptFile:  # noqa: ANN401 - see `run_of`
         """The file of answers; options, prompts and `about` must agree, and the machine where times count."""
-        options, asked = self._options, {"prompts": [one.key for one in self.prompts]}
+        options, asked = self.options, {"prompts": [one.key for one in self.prompts]}
         about |= {} if options.price_per_hour is None else {"machine": machine()}
         return kept_run(options.resume, kind, asked, options, **about)
 
@@ -132,7 +133,7 @@ class EvaluationRun(ABC):
     def prices(self) -> tuple[PriceRow, ...]:
         """The price of tokens by slice and temperature, of plain decoding too where it can be had; none without one."""
         spent: dict[tuple[str, str], list[tuple[int, float]]] = {}
-        slo_ms = self._options.slo_ms
+        slo_ms = self.options.slo_ms
         for one in (*self.plain, *self.samples):
             if one.timed is not None:
                 count, seconds, between_s = one.timed
@@ -142,15 +143,15 @@ class EvaluationRun(ABC):
         for where, timed in spent.items():
             count, seconds = sum(one for one, _ in timed), sum(one for _, one in timed)
             speeds.append((*where, count / seconds if seconds > 0 else None))
-        return price_rows(self._options.price_per_hour, speeds, PLAIN)
+        return price_rows(self.options.price_per_hour, speeds, PLAIN)
 
     def result(self) -> EvalResult:
         """What was measured so far."""
         return EvalResult(
             samples=tuple(self.samples),
             identity=self.identity,
-            settings=self._options.comparable,
-            options=asdict(self._options),
+            settings=self.options.comparable,
+            options=asdict(self.options),
             command=self.command,
             machine=machine(),
             versions=versions(),
@@ -163,11 +164,11 @@ class EvaluationRun(ABC):
 class EvalRun(EvaluationRun):
     """An evaluation of our engine."""
 
+    options: EvalOptions
     jobs: list[tuple[EvalPrompt, EvalDrafter, float]]
 
     def __init__(self, options: EvalOptions, prompts: Sequence[EvalPrompt], command: str) -> None:
         super().__init__(options, prompts, command)
-        self.options = options
         self.jobs = plan(options, prompts)
 
     def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
@@ -229,6 +230,7 @@ def _drafts(spec: SpecConfig) -> Iterator[str]:
 class BackendEvalRun(EvaluationRun):
     """An evaluation of an open backend."""
 
+    options: BackendEvalOptions
     jobs: list[tuple[Question, EvalPrompt, Drafting, float]]
 
     def __init__(
@@ -236,7 +238,7 @@ class BackendEvalRun(EvaluationRun):
     ) -> None:
         """Plan what to ask. Raises InputError: what the backend cannot be asked or does not report; names the field."""
         super().__init__(options, prompts, command)
-        self.options, self.backend = options, backend
+        self.backend = backend
         self.identity = {"backend": options.source.identity_of(backend)}
         self.num_silent = 0  # answers without a word on drafts
         self.has_promised = backend.capabilities.draft_counts != "none"

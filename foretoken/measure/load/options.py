@@ -15,12 +15,12 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import wholes, words
 from foretoken.measure import options as shared
 from foretoken.measure.load.prompts import BATCH_SLICES
-from foretoken.measure.options import ALL, DEFAULT_NUMERICS, PLAIN, check_price, resume_option, setting
+from foretoken.measure.options import ALL, DEFAULT_NUMERICS, PLAIN, check_price, check_wholes, resume_option, setting
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.workload import MAX_PROMPTS
 from foretoken.measure.write import check_result
 from foretoken.option import check_fields, option, same_option
-from foretoken.params import check_limits, check_share, check_whole, is_count
+from foretoken.params import check_limits, check_share, is_count
 
 MAX_BATCH = 4096  # each request of a batch has a cache of its own
 DEFAULT_SETTINGS = (
@@ -96,9 +96,8 @@ class LoadOptions:
     seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
-        lows = {"prompt_tokens": 1, "prompts_per_slice": 1, "max_tokens": 4, "repeats": 1, "warmup": 0, "seed": 0}
-        for name, low in lows.items():
-            check_whole(name, getattr(self, name), low, {"prompts_per_slice": MAX_PROMPTS, "seed": 2**63}.get(name))
+        counts = {"prompt_tokens": (1, None), "prompts_per_slice": (1, MAX_PROMPTS), "max_tokens": (4, None)}
+        check_wholes(self, **counts, repeats=(1, None), warmup=(0, None), seed=(0, 2**63))
         if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
             raise InputError("batches", self.batches, f"give batch sizes from 1 to {MAX_BATCH}, separated by commas")
         if not self.settings:

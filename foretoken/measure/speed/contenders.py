@@ -17,7 +17,7 @@ from foretoken.errors import ConfigError, InputError
 from foretoken.heads.kind import with_head_kind
 from foretoken.measure.options import DEFAULT_NUMERICS, PLAIN
 from foretoken.measure.speed.options import EVERY_KIND, SpeedOptions
-from foretoken.measure.speed.plan import Contender, SpeedSetting, question_of
+from foretoken.measure.speed.plan import SpeedSetting, question_of
 from foretoken.measure.workload import Prompt
 
 
@@ -60,6 +60,38 @@ class Own:
         if self.warm:
             self._drafters = self.llm.take_drafters(spec)
         return found
+
+
+class Other:
+    """A backend with one way to draft."""
+
+    def __init__(self, backend: AnsweringBackend, drafting: Drafting) -> None:
+        self.backend, self.drafting = backend, drafting
+        number = "" if drafting.num_draft is None else str(drafting.num_draft)
+        self.setting = SpeedSetting(
+            name="-".join(filter(None, (backend.name, drafting.kind, drafting.options, number))),
+            engine=backend.name,
+            drafter=drafting.kind,
+            num_draft="auto" if drafting.num_draft is None and drafting.kind is not None else drafting.num_draft,
+            options=drafting.options,
+            counterpart=drafting.counterpart,
+            free=drafting.is_free,
+            samples=backend.capabilities.sampling,
+        )
+
+    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Answer one prompt, with nothing that was drafted from earlier answers as far as the engine can forget it;
+        raises as `AnsweringBackend.answer` does.
+        """
+        return self.ask(question_of(prompt, params))
+
+    def ask(self, question: Question) -> Answer:
+        """The same for a question; raises as `AnsweringBackend.answer` does."""
+        self.backend.reset()
+        return self.backend.answer(question, self.drafting)
+
+
+Contender = Own | Other  # a setting that is not foretoken and gives no answer is left out of the run
 
 
 def own_contenders(
@@ -136,35 +168,6 @@ def _sweep(
 
 def _named(name: str, numerics: str) -> str:
     return name if numerics == DEFAULT_NUMERICS else f"{name} {numerics}"
-
-
-class Other:
-    """A backend with one way to draft."""
-
-    def __init__(self, backend: AnsweringBackend, drafting: Drafting) -> None:
-        self.backend, self.drafting = backend, drafting
-        number = "" if drafting.num_draft is None else str(drafting.num_draft)
-        self.setting = SpeedSetting(
-            name="-".join(filter(None, (backend.name, drafting.kind, drafting.options, number))),
-            engine=backend.name,
-            drafter=drafting.kind,
-            num_draft="auto" if drafting.num_draft is None and drafting.kind is not None else drafting.num_draft,
-            options=drafting.options,
-            counterpart=drafting.counterpart,
-            free=drafting.is_free,
-            samples=backend.capabilities.sampling,
-        )
-
-    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt, with nothing that was drafted from earlier answers as far as the engine can forget it;
-        raises as `AnsweringBackend.answer` does.
-        """
-        return self.ask(question_of(prompt, params))
-
-    def ask(self, question: Question) -> Answer:
-        """The same for a question; raises as `AnsweringBackend.answer` does."""
-        self.backend.reset()
-        return self.backend.answer(question, self.drafting)
 
 
 def open_others(options: SpeedOptions, stack: ExitStack) -> list[AnsweringBackend]:

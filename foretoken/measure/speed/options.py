@@ -14,7 +14,15 @@ from foretoken.engine_config import THREADS, EngineConfig
 from foretoken.errors import ConfigError, InputError
 from foretoken.field_text import numbers, wholes, wholes_or_auto, words
 from foretoken.measure import options as shared
-from foretoken.measure.options import ALL, DEFAULT_NUMERICS, check_price, check_slo, resume_option, setting
+from foretoken.measure.options import (
+    ALL,
+    DEFAULT_NUMERICS,
+    check_price,
+    check_slo,
+    check_wholes,
+    resume_option,
+    setting,
+)
 from foretoken.measure.workload import MAX_PROMPTS, SLICES
 from foretoken.measure.write import check_name
 from foretoken.option import check_fields, same_option
@@ -94,14 +102,8 @@ class SpeedOptions:
     seed: int = field(default=0, metadata=shared.SEED_OPTION)
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("prompts_per_slice", 1, MAX_PROMPTS),
-            ("max_tokens", 2, None),
-            ("repeats", 1, None),
-            ("warmup", 0, None),
-            ("seed", 0, 2**63),
-        ):
-            check_whole(name, getattr(self, name), low, high)
+        counts = {"prompts_per_slice": (1, MAX_PROMPTS), "max_tokens": (2, None), "repeats": (1, None)}
+        check_wholes(self, **counts, warmup=(0, None), seed=(0, 2**63))
         check_fields(self)
         check_temperatures("temperatures", self.temperatures)
         from foretoken.verify import resolve  # rules need torch, and help is printed without it

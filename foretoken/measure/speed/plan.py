@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from foretoken.backend.answering import Answer, Question
 from foretoken.config import SamplingParams
@@ -59,21 +58,6 @@ def question_of(prompt: Prompt, params: SamplingParams) -> Question:
         ignore_eos=params.ignore_eos,
         prediction=prompt.prediction,
     )
-
-
-class Contender(Protocol):
-    """Something that can answer a prompt under one setting."""
-
-    @property
-    def setting(self) -> SpeedSetting:
-        """The setting of its answers."""
-        ...
-
-    def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt; times are wall-clock seconds. Raises ForetokenError: no answer; a contender that is not
-        foretoken is then left out of the run.
-        """
-        ...
 
 
 @dataclass(frozen=True)

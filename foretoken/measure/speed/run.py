@@ -21,9 +21,9 @@ from foretoken.measure.kept import digest, run_of
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import fit, prompts_or_library, with_template
 from foretoken.measure.report import Report, load_average, now, source_caveats
-from foretoken.measure.speed.contenders import open_others, other_contenders, own_contenders
+from foretoken.measure.speed.contenders import Contender, open_others, other_contenders, own_contenders
 from foretoken.measure.speed.options import SpeedOptions
-from foretoken.measure.speed.plan import ALL_SLICES, Contender, SpeedPlan, SpeedSample
+from foretoken.measure.speed.plan import ALL_SLICES, SpeedPlan, SpeedSample
 from foretoken.measure.speed.report import speed_report
 from foretoken.measure.speed.rows import summarise
 from foretoken.measure.speed.turns import Samples, measure

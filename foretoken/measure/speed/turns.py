@@ -18,7 +18,8 @@ from foretoken.errors import ForetokenError, InputError, ModelError, StorageErro
 from foretoken.machine.neighbours import OtherLoad
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.progress import Tell
-from foretoken.measure.speed.plan import ENGINE, Contender, SpeedPlan, SpeedSample, SpeedSetting
+from foretoken.measure.speed.contenders import Contender
+from foretoken.measure.speed.plan import ENGINE, SpeedPlan, SpeedSample, SpeedSetting
 
 _Place = tuple[str, int, float, int]  # setting, prompt, temperature, repeat
 

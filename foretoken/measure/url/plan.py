@@ -13,7 +13,7 @@ from foretoken.errors import InputError
 from foretoken.field_text import numbers
 from foretoken.files import parse_json, read_text
 from foretoken.measure import options as shared
-from foretoken.measure.options import ALL, check_price, resume_option, setting
+from foretoken.measure.options import ALL, check_price, check_wholes, resume_option, setting
 from foretoken.measure.prompts import prompts_or_library
 from foretoken.measure.workload import Prompt
 from foretoken.measure.write import check_result
@@ -80,14 +80,8 @@ class UrlOptions:
 
     def __post_init__(self) -> None:
         check_address("url", self.url, self.key_variable)
-        for name, low, high in (
-            ("requests", 1, MAX_REQUESTS),
-            ("prompts_per_slice", 1, MAX_REQUESTS),
-            ("max_tokens", 1, 1 << 20),
-            ("warmup", 0, MAX_REQUESTS),
-            ("seed", 0, 2**63 - MAX_REQUESTS),  # request i is sent with seed + i
-        ):
-            check_whole(name, getattr(self, name), low, high)
+        counts = {"requests": (1, MAX_REQUESTS), "prompts_per_slice": (1, MAX_REQUESTS), "max_tokens": (1, 1 << 20)}
+        check_wholes(self, **counts, warmup=(0, MAX_REQUESTS), seed=(0, 2**63 - MAX_REQUESTS))  # sent with seed + i
         if not self.rates:
             raise InputError("rate", "", "give requests per second, several separated by commas")
         for rate in self.rates:
