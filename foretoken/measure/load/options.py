@@ -103,9 +103,7 @@ class LoadOptions:
         if not self.settings:
             raise InputError("settings", self.settings, "name at least one; plain is always measured")
         check_fields(self)
-        unknown = [name for name in self.slices if name not in BATCH_SLICES]
-        if self.prompts is None and unknown:
-            raise InputError("slices", unknown[0], f"choose from {', '.join(BATCH_SLICES)}")
+        self._check_slices(self.slices)
         if not self.slices:
             raise InputError("slices", self.slices, f"give at least one of {', '.join(BATCH_SLICES)}")
         limits = {"max_prompt_tokens": self.max_prompt_tokens, "max_step_tokens": self.max_step_tokens}
@@ -123,6 +121,12 @@ class LoadOptions:
         return RoutingRules(
             min_tokens_to_speculate=self.min_tokens_to_speculate, max_speculating_requests=self.max_speculating_requests
         )
+
+    def _check_slices(self, names: Sequence[str]) -> None:
+        """The library has prompts of these slices."""
+        unknown = [name for name in names if name not in BATCH_SLICES]
+        if self.prompts is None and unknown:
+            raise InputError("slices", unknown[0], f"choose from {', '.join(BATCH_SLICES)}")
 
     def _check_routing(self) -> None:
         """Routing rules are valid, and at least one setting follows them."""
