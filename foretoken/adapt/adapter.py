@@ -104,9 +104,7 @@ class Adapter:
             trainee.adaptation.buffer.end(request_id)
 
     def between_steps(self) -> None:
-        """Take in what the step read, and change the weights that wait for it. Raises Exception: what ended the
-        learner's thread.
-        """
+        """Take in what the step read, and change weights that wait for it. Raises what ended the learner's thread."""
         self._collect()
         if self.error is not None:
             raise self.error

@@ -57,9 +57,7 @@ def check_wholes(options: object, **limits: tuple[int, int | None]) -> None:
 
 
 def check_slo(slo_ms: float | None, has_price: bool) -> None:
-    """Refuse a longest time between tokens that is not above 0, or that no price is made with. Raises InputError: names
-    the value.
-    """
+    """Refuse a time between tokens that is not above 0, or that no price is made with. Raises InputError: names it."""
     if slo_ms is None:
         return
     check_number("slo_ms", slo_ms, 0.0, MAX_SLO_MS, open_low=True)

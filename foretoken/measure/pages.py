@@ -35,9 +35,7 @@ def write_pages(runs: Sequence[Path], title: str, out: Path) -> list[Report]:
 
 
 def read_reports(run: Path) -> list[Report]:
-    """The report in a JSON file, or those of a page, as `write_report` and `write_pages` wrote them; raises as
-    `write_pages` does.
-    """
+    """The report in a JSON file, or those of a page that was written here; raises as `write_pages` does."""
     text = read_text("run", run)
     found = [unescape(raw) for raw in _RAW.findall(text)] if run.suffix.lower() == ".html" else [text]
     try:

@@ -143,9 +143,7 @@ def prompts_or_library(path: Path | None, names: Sequence[str], per_slice: int) 
 
 
 def check_room(field: str, name: str, num_tokens: int, most: int) -> None:
-    """Refuse a prompt that is too long, before minutes of work on others. Raises InputError: it has more than `most`
-    tokens; names it.
-    """
+    """Refuse a prompt of more than `most` tokens, before work on others. Raises InputError: names the prompt."""
     if num_tokens > most:
         remedy = f"has {num_tokens} tokens; the context has room for {most}: shorten it, or leave it out"
         raise InputError(field, name, remedy)
@@ -382,9 +380,7 @@ def messages_of(prompt: Prompt) -> list[dict[str, str]]:
 
 
 def _text(prompt: Prompt, llm: LLM) -> str:
-    """The template's text. Where the tokenizer adds the begin-of-text token that the template has written already, the
-    text is given without it.
-    """
+    """The template's text, without a begin-of-text token that the tokenizer adds where the template has written it."""
     messages = messages_of(prompt)
     text, ids = llm.render_chat(messages), llm.encode_chat(messages)
     for cut in (0, *(place + 1 for place, letter in enumerate(text[:64]) if letter in ">]")):  # <s>, <|begin_of_text|>

@@ -91,9 +91,7 @@ class OpenSide:
         return f"{self.label} ({self.backend.name})"
 
     def check_room(self, field: str, name: str, question: Question) -> None:
-        """Refuse a question that has no room in the backend's context, as far as it knows that before it is asked.
-        Raises InputError: names the question.
-        """
+        """Refuse a question without room in the context, as far as that is known. Raises InputError: names it."""
         if (found := self.backend.room(question)) is not None:
             check_room(field, name, *found)
 

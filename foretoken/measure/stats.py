@@ -83,9 +83,7 @@ def ratio_text(found: Estimate) -> str:
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """One setting's rate over another's, its interval (None for fewer than `MIN_GROUPS` prompts), and each prompt's own
-    ratio.
-    """
+    """One setting's rate over another's, its interval (None: less than `MIN_GROUPS` prompts), and each prompt's."""
 
     ratio: float
     low: float | None

@@ -90,8 +90,6 @@ def check_result(out: Path | None, name: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Refuse a result name that is not a plain file name. Raises InputError: other characters than letters, digits,
-    `.`, `_` and `-`.
-    """
+    """Refuse a name that is no plain file name. Raises InputError: other than letters, digits, `.`, `_` and `-`."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise InputError("name", name, "use letters, digits, '.', '_' and '-' only; the date is added")

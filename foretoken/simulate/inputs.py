@@ -172,9 +172,7 @@ class SimSetting:
 
 
 def parse_setting(text: str) -> SimSetting:
-    """The setting called `text`: plain, or a drafter and a number or auto, such as ngram-5. Raises ConfigError: none of
-    these.
-    """
+    """The setting called `text`: plain, or drafter and number or auto (ngram-5). Raises ConfigError: none of these."""
     drafter, found, number = text.rpartition("-")
     if text == PLAIN:
         return SimSetting()

@@ -146,9 +146,7 @@ def write_answers(
 def _answered(
     llm: LLM, encoded: Sequence[Sequence[int]], places: Sequence[int], config: AnswerConfig
 ) -> Generator[list[tuple[int, RequestState]]]:
-    """Answer the prompts at these places: yields after each step those that ended with it, so that an interruption
-    loses none that has ended.
-    """
+    """Answer prompts at these places: yields those that ended with each step, so that an interruption loses none."""
     running: list[tuple[int, RequestState]] = []
     try:
         for place in places:

@@ -155,9 +155,7 @@ class HeadData:
 def split_documents(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], source: str, held_out_share: float = 0.05
 ) -> HeadData:
-    """Every n-th document is held out, at least one, with all that are equal to it. Raises InputError: fewer than two
-    different documents have an answer.
-    """
+    """Every n-th document is held out, with all that equal it. Raises InputError: fewer than two differ."""
     with_answer = [(tuple(prompt), tuple(answer)) for prompt, answer in pairs if answer]
     places = {pair: place for place, pair in enumerate(dict.fromkeys(with_answer))}
     if len(places) < 2:

@@ -128,9 +128,7 @@ def _folder_to_start_from(init: str, shape: HeadShape) -> Path:
 
 
 def places_of(init: str, target: str) -> int:
-    """How many places a run from the head `init` learns unless told: as many as it drafts in one pass; raises as
-    `open_head` does.
-    """
+    """How many places a run from the head `init` learns: as many as it drafts at once; raises as `open_head` does."""
     head = open_head(model_folder(init), read_config(model_folder(target))).network
     return head.config.max_num_draft or HeadTrainConfig.num_places
 

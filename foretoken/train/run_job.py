@@ -80,9 +80,7 @@ def open_target(job: RunJob) -> FrozenTarget:
 
 
 def open_states(job: RunJob, target: FrozenTarget, layers: Sequence[int], ranks: Ranks) -> StateCache | None:
-    """The cache of hidden states of a run, in `job.out/states`, each rank's by itself; None if the run has none. Raises
-    as `StateCache` does.
-    """
+    """The hidden states of a run, by rank, in `job.out/states`; None if it keeps none. Raises as `StateCache` does."""
     bound = job.settings.train.state_cache_bytes // ranks.world
     if not bound:
         return None

@@ -161,9 +161,7 @@ def with_settings(config: _Config, settings: Mapping[str, Any], prefix: str = ""
 
 
 def with_overrides(config: _Config, overrides: Sequence[str]) -> _Config:
-    """`config` with `name=value` texts such as `loss.kind=tv`. Raises ConfigError: not of that form; or see
-    `with_settings`.
-    """
+    """`config` with texts such as `loss.kind=tv`. Raises ConfigError: of another form, and as `with_settings` does."""
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name:

@@ -35,9 +35,7 @@ _META = {"step": int, "seconds": int | float, "config": dict}  # of every state;
 def save_state(
     folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], meta: Mapping[str, Any]
 ) -> None:
-    """Write the trained parameters, the optimisers' state and `meta`, atomically. Raises StorageError: it cannot be
-    written; an earlier state is kept.
-    """
+    """Write parameters, the optimisers' state and `meta`, at once. Raises StorageError: an earlier state is kept."""
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for index, optimizer in enumerate(optimizers):
         for key, state in optimizer.state_dict()["state"].items():

@@ -59,9 +59,7 @@ class LoadCosts:
         return _between(self.target, concurrency, lambda curve: curve.seconds(0))
 
     def round_s(self, drafter: str, concurrency: float, num_draft: int, own: int, mean: float) -> float:
-        """A step in which one request has `own` draft tokens and the others `mean` on average; drafts may have
-        `num_draft`.
-        """
+        """A step in which one request has `own` draft tokens, the others `mean` on average, of `num_draft` at most."""
         costs = self.drafters[drafter]
         each = (own + (concurrency - 1) * mean) / concurrency if concurrency >= 1 else own
         if costs.is_whole:

@@ -37,9 +37,7 @@ def rules_to_check(session: Session) -> list[str]:
 
 
 def check_distribution(session: Session, temperature: float, rule: str, number: int, count: int) -> list[Check]:
-    """Sampled answers of one temperature and rule, check `number` of `count`; the false-alarm rate is divided
-    evenly.
-    """
+    """Sampled answers of a temperature and rule, check `number` of `count`, which share the false-alarm rate."""
     options = session.options
     plain = SpecConfig("ngram", num_draft=0)  # drafts nothing, but permits a rule by name
     spec = replace(plain if options.spec.drafter is None else options.spec, rule=rule)

@@ -56,9 +56,7 @@ class Judge:
         self.llm.close()
 
     def prompt_ids(self, name: str, question: Question) -> list[int]:
-        """Token ids of what is asked; `name` is what errors call it. Raises InputError: it does not fit the target's
-        context with its answer.
-        """
+        """Token ids of what is asked, called `name`. Raises InputError: no room for it and its answer."""
         messages = [{"role": role, "content": content} for role, content in question.messages]
         ids = self.llm.encode_chat(messages) if messages else self.llm.encode(question.text)
         room = self.llm.target.max_context_tokens - question.max_tokens
@@ -66,9 +64,7 @@ class Judge:
         return ids
 
     def check(self, answer: Answer) -> Answer:
-        """An answer whose tokens the target has. Raises InputError: it has a token that the target does not: another
-        model answered.
-        """
+        """An answer whose tokens the target has. Raises InputError: another model answered, with other tokens."""
         size = self.llm.target.vocab_size
         if max(answer.token_ids, default=0) >= size:
             held = f"has {size} tokens, and an answer holds token {max(answer.token_ids)}"

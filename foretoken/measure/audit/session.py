@@ -46,9 +46,7 @@ class Recorder(RoundWatcher):
 
 @dataclass(frozen=True)
 class Run:
-    """Answers in the order of their prompts, the drafts for each of their tokens, and the rules that "auto" resolves
-    to.
-    """
+    """Answers in the order of their prompts, the drafts for each token, and the rules that "auto" resolves to."""
 
     outputs: list[GenerateOutput]
     drafted: list[list[DraftChildren | None]]

@@ -26,9 +26,7 @@ _TEMPERATURES = (0.0, 0.8)
 
 @dataclass(frozen=True)
 class EvalDrafter:
-    """One drafter under evaluation: its name in the results, its configuration, and whether its requests get their
-    prompt's prediction.
-    """
+    """One drafter: its name in the results, its configuration, and what it does with its prompts' predictions."""
 
     name: str
     spec: SpecConfig
@@ -146,9 +144,7 @@ class BackendEvalOptions:
             check_temperatures("temperatures", self.temperatures)
 
     def temperatures_for(self, backend: AnsweringBackend) -> tuple[float, ...]:
-        """The temperatures to ask at, each once. Raises InputError: one above 0 was named, and the backend does not
-        sample by a seed.
-        """
+        """The temperatures to ask at, each once. Raises InputError: above 0, and it does not sample by a seed."""
         sampling = backend.capabilities.sampling
         if self.temperatures is None:
             return _TEMPERATURES if sampling else _TEMPERATURES[:1]

@@ -90,9 +90,7 @@ def encoded(llm: LLM, prompt: EvalPrompt, chat: bool) -> list[int]:
 
 
 def fitting(llm: LLM, prompts: Sequence[EvalPrompt], chat: bool) -> list[list[int]]:
-    """The tokens of prompts, which must all fit into the target's context. Raises InputError: one does not; names it.
-    Others: see `encoded`.
-    """
+    """The tokens of prompts; raises as `encoded` does, and InputError: one does not fit into the target's context."""
     found = [encoded(llm, prompt, chat) for prompt in prompts]
     for prompt, ids in zip(prompts, found, strict=True):
         check_room("prompts", prompt.name, len(ids), llm.target.max_context_tokens - 1)

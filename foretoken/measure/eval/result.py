@@ -155,9 +155,7 @@ def _result(found: Mapping[str, Any]) -> EvalResult:
 
 
 def sample_of(found: Mapping[str, Any], unknown: Sequence[str] = _MAY_BE_UNKNOWN) -> EvalSample:
-    """One answer as it was written; the counts called `unknown` may be None. Raises KeyError, TypeError, ValueError: it
-    is no answer.
-    """
+    """One written answer; the counts `unknown` may be None. Raises KeyError, TypeError, ValueError: it is none."""
     for name in ("drafter", "slice", "prompt", "rule"):
         _check(found[name], str, name)
     _check(found["temperature"], float, "temperature")

@@ -204,9 +204,7 @@ def answer_seed(seed: int, prompt: EvalPrompt) -> int:
 
 
 def identities(options: EvalOptions) -> dict[str, object]:
-    """The hashes of the target and of each drafter's draft models. Raises ModelError, StorageError: a checkpoint that
-    cannot be read.
-    """
+    """The hashes of target and drafters' models. Raises ModelError, StorageError: one that cannot be read."""
     known: dict[str, dict[str, str | None]] = {}
 
     def of(name: str) -> dict[str, str | None]:

@@ -47,9 +47,7 @@ class Own:
         return f"{self.setting.name} {self._num_tenants}"
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt alone, timed outside the engine. Raises ForetokenError: the engine failed, or gave no
-        token.
-        """
+        """Answer one prompt alone, timed outside the engine. Raises ForetokenError: it failed, or gave no token."""
         question = question_of(prompt, params)
         tenant, spec = self._tenant(prompt), self.way.spec_for(question)
         if len(self._answered) > 1:

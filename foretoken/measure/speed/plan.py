@@ -77,9 +77,7 @@ class SpeedSample:
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """What to run: every contender on every prompt at every temperature, `repeats` times after `warmup` untimed
-    prompts.
-    """
+    """Every contender on every prompt at every temperature, `repeats` times after `warmup` untimed prompts."""
 
     prompts: tuple[Prompt, ...]
     max_tokens: int

@@ -114,9 +114,7 @@ def _speed(row: SpeedRow | None) -> float | None:
 
 
 def kind_of(row: SpeedRow) -> str:
-    """What a row is about, whatever the number of draft tokens: the drafter with its options, behind another engine's
-    name.
-    """
+    """What a row is about, whatever the number of draft tokens: another engine's name, the drafter with its options."""
     name = (row.drafter or PLAIN) + (f"({row.options})" if row.options else "")
     name += "" if row.numerics == DEFAULT_NUMERICS else f" {row.numerics}"
     return name if row.engine == ENGINE else f"{row.engine} {name}"
@@ -181,9 +179,7 @@ def speed_report(
     price_per_hour: float | None = None,
     **about: Any,  # noqa: ANN401 - versions, machine and date, where they are known
 ) -> Report:
-    """The report of `rows`, with a table per slice and temperature and a summary per temperature; `results` are further
-    fields of its JSON.
-    """
+    """The report of `rows`: tables by slice and temperature, a summary, and `results`, further fields of its JSON."""
     slo_ms = options.get("slo_ms")
     found, prices = ratios(rows), speed_prices(rows, price_per_hour, slo_ms)
     return Report(

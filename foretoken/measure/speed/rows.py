@@ -103,9 +103,7 @@ class SpeedRow:
 def summarise(
     samples: Sequence[SpeedSample], prompts: Sequence[Prompt], slo_ms: float | None = None
 ) -> tuple[SpeedRow, ...]:
-    """One row per temperature, slice and setting; with several slices, one over all of them as well, where a setting
-    ran on all.
-    """
+    """One row per temperature, slice and setting; over several slices another, where a setting ran on all."""
     rows: list[SpeedRow] = []
     names = list(dict.fromkeys(prompt.slice for prompt in prompts))
     for temperature in dict.fromkeys(sample.temperature for sample in samples):
@@ -302,9 +300,7 @@ def _acceptance_per_position(answers: Sequence[Answer]) -> tuple[float, ...]:
 def _differences(
     own: list[SpeedSample], plain: list[SpeedSample], prompts: Sequence[Prompt]
 ) -> tuple[list[dict[str, str | int]], int, int]:
-    """Per prompt the first place where an output leaves plain decoding's first one; how many outputs do, and of how
-    many.
-    """
+    """Per prompt where an output first leaves plain decoding's first one; how many outputs do, of how many."""
     expected = {s.prompt_index: s.answer for s in reversed(plain)}
     found: dict[int, dict[str, str | int]] = {}
     num_differing = num_compared = 0

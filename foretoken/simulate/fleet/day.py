@@ -212,9 +212,7 @@ def late_share(speed: ReplicaSpeed, hour: Hour, options: FleetOptions) -> float:
 
 
 def p95(speed: ReplicaSpeed, hour: Hour, options: FleetOptions) -> tuple[float, float]:
-    """Seconds to the first token, and between tokens, that 95 % of the requests keep; infinite where too many are
-    refused.
-    """
+    """Seconds to the first token, and between tokens, that 95 % of requests keep; infinite: too many are refused."""
     served = _served_shares(speed, hour, options)
     allowed = LATE_SHARE - (hour.refused / hour.arrivals if hour.arrivals else 0.0)
     if allowed <= 0:

@@ -102,9 +102,7 @@ class FleetPlanner:
         return self.row(setting, speed, self.day(speed, Aim(), None))
 
     def fixed(self, setting: str, speed: ReplicaSpeed, say: Callable[[str], None]) -> FleetRow:
-        """The smallest fixed number of replicas that keeps the promise, to within 2 %; the largest allowed one if none
-        does.
-        """
+        """The smallest fixed number of replicas that keeps the promise, to within 2 %, else the largest allowed."""
         low, high = self.options.min_replicas - 1, self.options.max_replicas
         first = first_replicas(speed, max(self.options.traffic.rates), self.options)
         for number, replicas in enumerate(_rising(first, high)):

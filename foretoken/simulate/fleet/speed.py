@@ -50,9 +50,7 @@ class RequestMix:
 
     @property
     def output_left(self) -> float:
-        """Tokens that a running request has still to write when it is looked at: E[L^2] / (2 E[L]), as of any renewal
-        process.
-        """
+        """Tokens that a running request has still to write: E[L^2] / (2 E[L]), as of any renewal process."""
         low, high = self.outputs.low, self.outputs.high
         variance = ((high - low + 1) ** 2 - 1) / 12
         return (variance + self.output_tokens**2) / (2 * self.output_tokens)
