@@ -203,7 +203,7 @@ def check_seeds(session: BackendSession, drafting: Drafting) -> list[Check]:
 
 
 def check_distribution(session: BackendSession, drafting: Drafting, alpha: float) -> list[Check]:
-    """Sampled answers and first tokens follow the target's distribution; `alpha`: of a correct engine to fail any."""
+    """Sampled answers and first tokens follow the target's distribution; correct engines fail at a rate of `alpha`."""
     options, name = session.options, drafting_name(drafting)
     places = {f"temperature {temperature:g}, {name}": temperature for temperature in options.sampled}
     first = f"temperature {_FIRST_TEMPERATURE:g}, {name}"

@@ -67,15 +67,6 @@ class TwoSampleTest:
         return self.p_value >= self.level
 
 
-def answers_for(effect: float, num_bins: int, level: float) -> int:
-    """Answers of each side with which a total variation of `effect` between `num_bins` bins is found with probability
-    0.99.
-
-    With n answers a side the statistic's noncentrality is at least 2 n effect^2 (by Cauchy-Schwarz).
-    """
-    return math.ceil(noncentrality(max(1, num_bins - 1), level, POWER) / (2 * effect**2))
-
-
 def beginnings(texts: Sequence[str], num_bins: int) -> NDArray[np.int64]:
     """The bin of each text [n], by how it begins: ranges of about as many texts each in the order of the alphabet;
     equal texts are in one bin.
@@ -169,8 +160,10 @@ def level_of(alpha: float) -> float:
 
 
 def num_answers(effect: float, alpha: float) -> int:
-    """Answers of each side at one setting, whole requests for each prompt."""
-    wanted = answers_for(effect, _NUM_PROMPTS * _NUM_BINS, level_of(alpha))
+    """Answers of each side at one setting, whole requests for each prompt, that find a total variation of `effect`."""
+    # With n answers a side the statistic's noncentrality is at least 2 n effect^2 (by Cauchy-Schwarz).
+    needed = noncentrality(_NUM_PROMPTS * _NUM_BINS - 1, level_of(alpha), POWER)
+    wanted = math.ceil(needed / (2 * effect**2))
     each = -(-wanted // (_NUM_PROMPTS * _AT_ONCE))
     return each * _NUM_PROMPTS * _AT_ONCE
 
