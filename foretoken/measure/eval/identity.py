@@ -19,7 +19,6 @@ from foretoken.text.tokenizer import load_tokenizer
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-_CHUNK_BYTES = 1 << 22
 # Keys of config.json that differ between copies of the same model.
 _NO_IDENTITY = ("_name_or_path", "transformers_version")
 
@@ -79,11 +78,9 @@ def _of_files(files: list[Path]) -> str | None:
     whole = hashlib.sha256()
     for path in files:
         whole.update(f"{path.name}\0".encode())
-        one = hashlib.sha256()
         try:
             with path.open("rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    one.update(chunk)
+                one = hashlib.file_digest(file, "sha256")
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error}") from error
         whole.update(one.digest())
