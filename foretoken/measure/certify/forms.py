@@ -62,14 +62,16 @@ def _same(session: CertifySession, name: str) -> Check:
 
 
 def _valid(session: CertifySession, name: str, where: str, requests: Sequence[ApiRequest]) -> Check:
-    def problem(answer: ApiChoice) -> str:
-        return _call_problem(answer) if name == _CALLS else _value_problem(answer.text.removeprefix(answer.thinking))
-
+    problem = _json_problem if name == _JSON else _call_problem
     a, b = map(first, session.both(requests))
     known = [pair for pair in zip(a, b, strict=True) if "length" not in (one.finish_reason for one in pair)]
     problems = [problem(one) for one, _ in known], [problem(other) for _, other in known]
     check = own_rules(name, where, problems, sum(len(one.pieces) for one in b), "whole, and allowed by the schema")
     return check if known else Check(name, where, "undecided", found="no answer came to its end")
+
+
+def _json_problem(answer: ApiChoice) -> str:
+    return _value_problem(answer.text.removeprefix(answer.thinking))
 
 
 def _call_problem(answer: ApiChoice) -> str:
