@@ -212,8 +212,10 @@ class SpecConfig:
 
     @cached_property
     def configs(self) -> tuple[SpecConfig, ...]:
-        """The parts as configurations: `parts`, or the usual ones of a composite drafter. Raises ConfigError: it is not
-        known which drafter runs the head.
+        """The parts as configurations: `parts`, or the usual ones of a composite drafter.
+
+        Raises:
+            ConfigError: it is not known which drafter runs the head.
         """
         if self.needs_head_kind:
             remedy = "which drafter runs it is not known here: set head_kind, or use heads.kind.with_head_kind(spec)"
@@ -234,8 +236,10 @@ class SpecConfig:
 
     def for_request(self, prediction: str | Sequence[int] | None) -> SpecConfig:
         """The configuration under which a request with this prediction runs: `predicted` joins the usual parts, once it
-        is known which those are (`needs_head_kind`). Raises ConfigError: a prediction that no drafter takes, or
-        `predicted` without one.
+        is known which those are (`needs_head_kind`).
+
+        Raises:
+            ConfigError: a prediction that no drafter takes, or `predicted` without one.
         """
         spec, has_usual_parts = self, not self.parts and self.drafter in ("mix", "auto")
         if prediction is not None and has_usual_parts and self.needs_head_kind:

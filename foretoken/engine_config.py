@@ -236,7 +236,11 @@ class EngineConfig:
 
 
 def config_of(model: EngineConfig | str | Path, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that the arguments of `LLM` mean. Raises InputError: an argument that is wrong."""
+    """The configuration that the arguments of `LLM` mean.
+
+    Raises:
+        InputError: an argument that is wrong.
+    """
     if not isinstance(model, EngineConfig):
         return from_mapping(EngineConfig, {"model": model, "spec": spec, **options})
     given = {**({} if spec is None else {"spec": spec}), **options}

@@ -68,7 +68,11 @@ def _parse_list(field: str, text: str, kind: object, separator: str, expected: l
 
 
 def words(name: str, text: str) -> tuple[str, ...]:
-    """The items of a comma-separated list, each once: none is measured twice. Raises ConfigError: it is empty."""
+    """The items of a comma-separated list, each once: none is measured twice.
+
+    Raises:
+        ConfigError: it is empty.
+    """
     found = _each_once(word.strip() for word in text.split(",") if word.strip())
     if not found:
         raise ConfigError(name, text, "name at least one, several separated by commas; or leave it out")
@@ -76,7 +80,11 @@ def words(name: str, text: str) -> tuple[str, ...]:
 
 
 def wholes(name: str, text: str) -> tuple[int, ...]:
-    """The whole numbers of a comma-separated list, each once. Raises ConfigError: none, or something else."""
+    """The whole numbers of a comma-separated list, each once.
+
+    Raises:
+        ConfigError: none, or something else.
+    """
     remedy = "must be whole numbers separated by commas"
     return _each_once(_number(name, word, int, remedy) for word in words(name, text))
 
@@ -87,7 +95,11 @@ def wholes_or_auto(name: str, text: str) -> tuple[int | Literal["auto"], ...]:
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:
-    """The numbers of a comma-separated list, each once. Raises ConfigError: it is empty, or holds something else."""
+    """The numbers of a comma-separated list, each once.
+
+    Raises:
+        ConfigError: it is empty, or holds something else.
+    """
     return _each_once(_number(name, word, float, "must be numbers separated by commas") for word in words(name, text))
 
 

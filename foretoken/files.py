@@ -32,8 +32,10 @@ MAX_BYTES = 1 << 28  # a longer text is a mistake, or an endless device
 
 
 def read_text(field: str, path: Path) -> str:
-    """The UTF-8 text of a file of at most `MAX_BYTES`. Raises StorageError: names the field and the file, and the line
-    of a byte that is not UTF-8.
+    """The UTF-8 text of a file of at most `MAX_BYTES`.
+
+    Raises:
+        StorageError: names the field and the file, and the line of a byte that is not UTF-8.
     """
     try:
         with path.open("rb") as file:
@@ -45,8 +47,10 @@ def read_text(field: str, path: Path) -> str:
 
 
 def read_stream(field: str, name: str, file: IO[bytes]) -> str:
-    """The UTF-8 text of an open file called `name`. Raises StorageError: it cannot be read, is longer than `MAX_BYTES`,
-    or is not UTF-8.
+    """The UTF-8 text of an open file called `name`.
+
+    Raises:
+        StorageError: it cannot be read, is longer than `MAX_BYTES`, or is not UTF-8.
     """
     try:
         data = file.read(MAX_BYTES + 1)
@@ -63,8 +67,10 @@ def read_stream(field: str, name: str, file: IO[bytes]) -> str:
 
 
 def parse_json(field: str, where: str, text: str) -> Any:  # noqa: ANN401 - whatever the text holds
-    """Parse a JSON text; `where` is its file and line. Raises InputError: it is not JSON, holds NaN, an infinite number
-    or a lone surrogate, or is nested too deeply.
+    """Parse a JSON text; `where` is its file and line.
+
+    Raises:
+        InputError: it is not JSON, holds NaN, an infinite number or a lone surrogate, or is nested too deeply.
     """
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
@@ -91,7 +97,11 @@ def _finite(text: str) -> float:
 
 
 def read_json(field: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
-    """Parse a JSON file. Raises StorageError: the file cannot be read, or is not JSON (`parse_json`)."""
+    """Parse a JSON file.
+
+    Raises:
+        StorageError: the file cannot be read, or is not JSON (`parse_json`).
+    """
     try:
         return parse_json(field, str(path), read_text(field, path))
     except InputError as error:
@@ -127,13 +137,20 @@ def as_plain(value: object) -> object:
 
 
 def replace_text(field: str, path: Path, text: str) -> None:
-    """Write a UTF-8 file as `replace_bytes` does. Raises StorageError: names the field."""
+    """Write a UTF-8 file as `replace_bytes` does.
+
+    Raises:
+        StorageError: names the field.
+    """
     replace_bytes(field, path, text.encode("utf-8"))
 
 
 def replace_bytes(field: str, path: Path, data: bytes) -> None:
     """Write a file, replacing the one that is there at once: an interrupted write leaves the old one. A link stays and
-    its file is replaced; a device or a pipe is written to. Raises StorageError: names the field.
+    its file is replaced; a device or a pipe is written to.
+
+    Raises:
+        StorageError: names the field.
     """
     path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -151,7 +168,11 @@ def replace_bytes(field: str, path: Path, data: bytes) -> None:
 
 
 def check_readable(field: str, path: Path) -> None:
-    """Check that a file can be read. Raises StorageError: names the field."""
+    """Check that a file can be read.
+
+    Raises:
+        StorageError: names the field.
+    """
     try:
         if not path.exists():
             raise StorageError(f"{field}: cannot read {path}: there is no such file")
@@ -240,8 +261,10 @@ def writing_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, waiting while another process does; where files cannot be locked nobody waits. Raises
-    OSError: the file cannot be made.
+    """Hold the lock file `path`, waiting while another process does; where files cannot be locked nobody waits.
+
+    Raises:
+        OSError: the file cannot be made.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -255,7 +278,10 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 def hold_alone(field: str, path: Path, file: IO[Any]) -> None:
     """Lock the open file of `path` until it is closed, so that no two runs add to it; where files cannot be locked
-    nothing is done. Raises StorageError: another run holds it; names the field.
+    nothing is done.
+
+    Raises:
+        StorageError: another run holds it; names the field.
     """
     if fcntl is None:
         return

@@ -46,7 +46,11 @@ class Option:
         return text.replace("{choices}", ", ".join(self.choices))
 
     def check(self, name: str, value: object) -> None:
-        """Refuse what is none of the choices, or not valid. Raises InputError: names the field or flag `name`."""
+        """Refuse what is none of the choices, or not valid.
+
+        Raises:
+            InputError: names the field or flag `name`.
+        """
         if self.choices and value not in self.choices:
             raise ConfigError(name, value, f"choose one of {', '.join(self.choices)}")
         if self.valid is not None:
@@ -101,7 +105,11 @@ def setting_name(field: Field[Any]) -> str:
 
 
 def check_fields(config: object) -> None:
-    """Refuse a value that is none of its field's choices, or not valid. Raises InputError: names the field."""
+    """Refuse a value that is none of its field's choices, or not valid.
+
+    Raises:
+        InputError: names the field.
+    """
     for own, one in options_of(type(config)):
         value = getattr(config, own.name)
         if value is not None or own.default is not None:

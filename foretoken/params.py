@@ -23,8 +23,10 @@ ANSWER = "Answer"
 
 
 def parse_biases(name: str, entries: Sequence[str]) -> dict[int, float]:
-    """The biases that texts ID=VALUE give; a token that is named twice would have two. Raises InputError: no such text,
-    or a token with two biases; names `name`.
+    """The biases that texts ID=VALUE give; a token that is named twice would have two.
+
+    Raises:
+        InputError: no such text, or a token with two biases; names `name`.
     """
     found: dict[int, float] = {}
     for entry in entries:
@@ -265,7 +267,11 @@ class SamplingParams:
 
 
 def plain_schema(value: Mapping[str, Any] | str) -> Any:  # noqa: ANN401 - whatever JSON may be
-    """A JSON schema, a mapping or JSON text, in Python's own types: a copy. Raises InputError: no JSON."""
+    """A JSON schema, a mapping or JSON text, in Python's own types: a copy.
+
+    Raises:
+        InputError: no JSON.
+    """
     try:
         return json.loads(json.dumps(json.loads(value) if isinstance(value, str) else dict(value), allow_nan=False))
     except RecursionError as error:  # nor can it be shown
@@ -276,14 +282,22 @@ def plain_schema(value: Mapping[str, Any] | str) -> Any:  # noqa: ANN401 - whate
 
 
 def check_no_arrays(config: object) -> None:
-    """No field is an array or a tensor, which cannot be compared. Raises InputError: names the field."""
+    """No field is an array or a tensor, which cannot be compared.
+
+    Raises:
+        InputError: names the field.
+    """
     for name, value in vars(config).items():
         if getattr(value, "shape", None):
             raise InputError(name, value, "must not be an array; x.tolist() makes a list of it")
 
 
 def check_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    """A finite number from `low`, itself only unless `open_low`, to `high`. Raises InputError: names the field."""
+    """A finite number from `low`, itself only unless `open_low`, to `high`.
+
+    Raises:
+        InputError: names the field.
+    """
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -296,7 +310,11 @@ def check_number(name: str, value: object, low: float, high: float, open_low: bo
 
 
 def check_temperatures(name: str, values: Sequence[object]) -> None:
-    """Temperatures to measure at, one or more; 0 is greedy. Raises InputError: names the field."""
+    """Temperatures to measure at, one or more; 0 is greedy.
+
+    Raises:
+        InputError: names the field.
+    """
     if not values:
         raise InputError(name, values, "give at least one; 0 is greedy")
     for value in values:
@@ -305,7 +323,9 @@ def check_temperatures(name: str, values: Sequence[object]) -> None:
 
 def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
     """A whole number from `low` to `high`; without `high` one that Python writes: it refuses more than 4,300 digits.
-    Raises InputError: names the field.
+
+    Raises:
+        InputError: names the field.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(name, value, "must be a whole number" + _of_a_library(value, "int"))
@@ -316,12 +336,20 @@ def check_whole(name: str, value: object, low: int, high: int | None = None) -> 
 
 
 def check_threads(name: str, value: object) -> None:
-    """A number of threads: a pool of too many would be made, until memory ends. Raises InputError: names the field."""
+    """A number of threads: a pool of too many would be made, until memory ends.
+
+    Raises:
+        InputError: names the field.
+    """
     check_whole(name, value, low=1, high=1024)
 
 
 def check_text(name: str, value: str) -> None:
-    """A text that can be written as UTF-8, which no tokenizer does without. Raises InputError: names the field."""
+    """A text that can be written as UTF-8, which no tokenizer does without.
+
+    Raises:
+        InputError: names the field.
+    """
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -331,13 +359,21 @@ def check_text(name: str, value: str) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """True or False. Raises InputError: names the field."""
+    """True or False.
+
+    Raises:
+        InputError: names the field.
+    """
     if not isinstance(value, bool):
         raise InputError(name, value, "must be True or False")
 
 
 def check_limits(**limits: int | None) -> None:
-    """Whole numbers of at least 1, or None where that is allowed. Raises ConfigError: names the limit."""
+    """Whole numbers of at least 1, or None where that is allowed.
+
+    Raises:
+        ConfigError: names the limit.
+    """
     for name, value in limits.items():
         if value is None and name in ("cache_tokens", "max_step_tokens"):
             continue
@@ -346,7 +382,11 @@ def check_limits(**limits: int | None) -> None:
 
 
 def check_share(name: str, value: object) -> None:
-    """A share is a number from 0 to 1. Raises ConfigError: names the setting."""
+    """A share is a number from 0 to 1.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ConfigError(name, value, "must be a number from 0 to 1")
 

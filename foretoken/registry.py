@@ -118,8 +118,10 @@ def traits_of(name: str) -> Traits:
 
 
 def add_traits(name: str, traits: Traits) -> None:
-    """Register a drafter that is not part of the package; the same name again replaces it. Raises ConfigError: the name
-    is one of the package's, or not an identifier.
+    """Register a drafter that is not part of the package; the same name again replaces it.
+
+    Raises:
+        ConfigError: the name is one of the package's, or not an identifier.
     """
     if name in (*DRAFTERS, PLAIN) or not isinstance(name, str) or not name.isidentifier():
         raise ConfigError("name", name, f"choose an identifier that is none of {', '.join((*DRAFTERS, PLAIN))}")
@@ -146,8 +148,10 @@ def options_class(name: str) -> type | None:
 
 
 def check_options(name: str, given: Mapping[str, Any]) -> FrozenOptions:
-    """`given` as options of a drafter, checked by its dataclass; lists become tuples. Raises ConfigError: an unknown
-    key (the nearest known one is named), or a value that the dataclass refuses.
+    """`given` as options of a drafter, checked by its dataclass; lists become tuples.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named), or a value that the dataclass refuses.
     """
     if not given:
         return FrozenOptions()

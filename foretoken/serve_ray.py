@@ -18,7 +18,11 @@ from foretoken.server.config import ServerConfig
 
 
 def app(args: Mapping[str, Any]) -> Any:  # noqa: ANN401 - ray.serve's Application
-    """The application that `args` describe. Raises ConfigError, InputError: a setting that cannot be honoured."""
+    """The application that `args` describe.
+
+    Raises:
+        ConfigError, InputError: a setting that cannot be honoured.
+    """
     from foretoken.scale.deploy import application  # late: the checks of `configs_of` need no Ray
 
     return application(*configs_of(args))

@@ -87,7 +87,11 @@ class Answer:
 
 
 def answer_from(values: Mapping[str, Any]) -> Answer:
-    """What `dataclasses.asdict` made of an answer, out of a file. Raises KeyError, TypeError, ValueError: it is not."""
+    """What `dataclasses.asdict` made of an answer, out of a file.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not.
+    """
     positions = tuple((int(drafted), int(accepted)) for drafted, accepted in values["positions"])
     return Answer(**{**values, "token_ids": tuple(values["token_ids"]), "positions": positions})
 
@@ -143,7 +147,11 @@ class Capabilities:
 
 
 def check_question(name: str, question: Question, drafting: Drafting, capabilities: Capabilities) -> None:
-    """Refuse what the backend called `name` cannot answer. Raises InputError: names the field."""
+    """Refuse what the backend called `name` cannot answer.
+
+    Raises:
+        InputError: names the field.
+    """
     if bool(question.text) == bool(question.messages):
         raise InputError("text", question.text, "give a text, or messages in its place")
     if question.messages and not capabilities.conversations:

@@ -190,8 +190,10 @@ class Generation(Protocol):
     """A call that runs. Iterating gives its events: `Begun`, then pieces and ends of all answers in any order."""
 
     def __aiter__(self) -> AsyncIterator[Event]:
-        """Events from the first one on. Ends after every answer ended or failed. Raises WorkerDiedError: the engine's
-        process died.
+        """Events from the first one on. Ends after every answer ended or failed.
+
+        Raises:
+            WorkerDiedError: the engine's process died.
         """
 
     async def cancel(self) -> None:
@@ -220,21 +222,30 @@ class Backend(Protocol):
         """
 
     async def tokenize(self, text: TextToEncode) -> list[int]:
-        """Token ids of a text. Raises InputError, UnavailableError: see `open`; ContextLengthError: the same, of a text
-        that must fit the context.
+        """Token ids of a text.
+
+        Raises:
+            InputError, UnavailableError: see `open`; ContextLengthError: the same, of a text that must fit the context.
         """
 
     async def spell(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's own spelling of each id, None for one without a token. Raises InputError, UnavailableError:
-        see `open`.
+        """The vocabulary's own spelling of each id, None for one without a token.
+
+        Raises:
+            InputError, UnavailableError: see `open`.
         """
 
     async def detokenize(self, token_ids: Sequence[int], has_specials: bool = False) -> str:
-        """The text of token ids; `has_specials`: with special tokens as they are spelt. Raises InputError,
-        UnavailableError: see `open`.
+        """The text of token ids; `has_specials`: with special tokens as they are spelt.
+
+        Raises:
+            InputError, UnavailableError: see `open`.
         """
 
     async def stats(self) -> dict[str, Any]:
         """`EngineStats.as_dict()` with gauges: `num_running`, `num_waiting`, `kv_cache_usage`, `draft_kv_cache_usage`
-        (0 to 1), and `invariants` (blocks free, used and total of every pool). Raises UnavailableError: see `open`.
+        (0 to 1), and `invariants` (blocks free, used and total of every pool).
+
+        Raises:
+            UnavailableError: see `open`.
         """

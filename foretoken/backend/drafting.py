@@ -92,7 +92,11 @@ class DrafterChoice:
         return with_head_kind(self._least).leaves
 
     def check(self) -> None:
-        """Refuse options that this drafter does not take. Raises ConfigError: names the option."""
+        """Refuse options that this drafter does not take.
+
+        Raises:
+            ConfigError: names the option.
+        """
         refused, with_draft = self._refusal({}), self._refusal(_DRAFT)
         if refused is not None and with_draft is not None:
             raise (
@@ -122,8 +126,10 @@ class DrafterChoice:
         return None
 
     def spec(self, **given: object) -> SpecConfig:
-        """The configuration with these options; of `given`, what is None is left out, and the options win. Raises
-        ConfigError: the options contradict each other, or something that the drafter needs is missing.
+        """The configuration with these options; of `given`, what is None is left out, and the options win.
+
+        Raises:
+            ConfigError: the options contradict each other, or something that the drafter needs is missing.
         """
         values: dict[str, Any] = {key: value for key, value in given.items() if value is not None} | dict(self.fields)
         return SpecConfig(drafter=self.name, **values)
@@ -132,7 +138,10 @@ class DrafterChoice:
 def parse_drafters(texts: Sequence[str]) -> tuple[DrafterChoice, ...]:
     """The drafters that `texts` name; `all` stands for every registered drafter that is not named without options,
     `sweep` for each with every fixed number of draft tokens (`swept_drafters`). A trained head has to be named with its
-    folder. Raises ConfigError: an unknown drafter or option, or a value of the wrong kind.
+    folder.
+
+    Raises:
+        ConfigError: an unknown drafter or option, or a value of the wrong kind.
     """
     named = [_parse(text) for text in texts if text not in (EVERY, SWEEP)]
     if SWEEP in texts:

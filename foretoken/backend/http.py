@@ -166,7 +166,11 @@ class Endpoint:
         await self.client.aclose()
 
     async def open(self) -> None:
-        """Find the model's name, where none was given. Raises UnavailableError: no answer, or no model."""
+        """Find the model's name, where none was given.
+
+        Raises:
+            UnavailableError: no answer, or no model.
+        """
         if self.model:
             return
         try:
@@ -210,7 +214,11 @@ class HttpBackend:
     """
 
     def __init__(self, server: ServerAddress) -> None:
-        """Ask for its model. Raises UnavailableError: it does not answer, or names no model."""
+        """Ask for its model.
+
+        Raises:
+            UnavailableError: it does not answer, or names no model.
+        """
         self.server, self.name = server, server.url
         self.client = httpx2.Client(**server.client_options())
         try:
@@ -265,8 +273,10 @@ class HttpBackend:
         )
 
     def answer(self, question: Question, drafting: Drafting) -> Answer:
-        """Answer one question; times are those at which pieces came. Raises InputError, UnavailableError,
-        ForetokenError: see `AnsweringBackend.answer`.
+        """Answer one question; times are those at which pieces came.
+
+        Raises:
+            InputError, UnavailableError, ForetokenError: see `AnsweringBackend.answer`.
         """
         check_question(self.name, question, drafting, self.capabilities)
         if drafting.kind not in (None, SERVED):
@@ -316,8 +326,10 @@ class HttpBackend:
         return None if page is None else read_spec_counters(page)
 
     def position_counters(self) -> PositionCounters | None:
-        """Drafts, and accepted tokens by position, by its `/metrics`; None where it has no such series. Raises
-        UnavailableError: it does not answer.
+        """Drafts, and accepted tokens by position, by its `/metrics`; None where it has no such series.
+
+        Raises:
+            UnavailableError: it does not answer.
         """
         page = self._metrics()
         return None if page is None else read_position_counters(page)
@@ -363,5 +375,9 @@ def _answer(reader: EventReader) -> Answer:
 
 
 def open_http(options: BackendOptions) -> HttpBackend:
-    """The server at the address `options.name`. Raises UnavailableError: it does not answer."""
+    """The server at the address `options.name`.
+
+    Raises:
+        UnavailableError: it does not answer.
+    """
     return HttpBackend(ServerAddress(options.name, options.served_model, model_option=options.model_option))

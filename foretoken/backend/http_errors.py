@@ -20,8 +20,10 @@ _SHORTEST_WAIT_S = 0.1
 
 
 def authorities() -> ssl.SSLContext:
-    """Whose certificates are accepted: those of the system, or of SSL_CERT_FILE or SSL_CERT_DIR in their place. Raises
-    InputError: a file of certificates that cannot be read.
+    """Whose certificates are accepted: those of the system, or of SSL_CERT_FILE or SSL_CERT_DIR in their place.
+
+    Raises:
+        InputError: a file of certificates that cannot be read.
     """
     try:
         return httpx2.create_ssl_context()

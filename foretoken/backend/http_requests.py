@@ -39,7 +39,11 @@ class HttpRequester:
     num_together = _NUM_TOGETHER
 
     def __init__(self, backend: HttpBackend, drafting: Drafting) -> None:
-        """Choose how it drafts. Raises InputError: a way to draft, which a server has chosen itself."""
+        """Choose how it drafts.
+
+        Raises:
+            InputError: a way to draft, which a server has chosen itself.
+        """
         if drafting.kind not in (None, SERVED):
             raise InputError("drafting", drafting.kind, f"{backend.name} drafts as it was started")
         self._backend, self._drafting = backend, drafting

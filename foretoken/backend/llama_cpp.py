@@ -99,8 +99,11 @@ class LlamaCppBackend(AnsweringBackend):
     )
 
     def __init__(self, folder: Path, target: Path, draft: Path | None, dtype: str, threads: int | None) -> None:
-        """Find the programs, and convert the target where it is no GGUF file. Raises StorageError: programs, converter
-        or checkpoint are missing; ForetokenError: the checkpoint cannot be converted.
+        """Find the programs, and convert the target where it is no GGUF file.
+
+        Raises:
+            StorageError: programs, converter or checkpoint are missing; ForetokenError: the checkpoint cannot be
+                converted.
         """
         self.programs = LlamaCpp.find(folder)
         self._draft, self._dtype = draft, dtype
@@ -154,8 +157,10 @@ class LlamaCppBackend(AnsweringBackend):
 
 
 def open_llama_cpp(options: BackendOptions) -> LlamaCppBackend:
-    """llama.cpp's programs in the folder that FORETOKEN_LLAMA_CPP names. Raises InputError: it names none;
-    StorageError, ForetokenError: see `LlamaCppBackend`.
+    """llama.cpp's programs in the folder that FORETOKEN_LLAMA_CPP names.
+
+    Raises:
+        InputError: it names none; StorageError, ForetokenError: see `LlamaCppBackend`.
     """
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -175,7 +180,10 @@ class LlamaRuns:
 
     def plain(self, question: Question) -> Answer:
         """Speed alone: llama-bench reads as many tokens as the prompt has, and decodes as many as are wanted behind
-        them. They have no meaning, and speed does not depend on the text. Raises ForetokenError: the program failed.
+        them. They have no meaning, and speed does not depend on the text.
+
+        Raises:
+            ForetokenError: the program failed.
         """
         length = max(1, self.count(question.text))
         return parse_bench(self._bench(0, question.max_tokens, length), self._bench(length, 0, 0))
@@ -188,7 +196,10 @@ class LlamaRuns:
 
     def speculative(self, kind: Kind, question: Question, num_draft: int | None, draft: Path | None = None) -> Answer:
         """Answer greedily with `num_draft` drafted tokens (None: as the program comes) of the GGUF file `draft`, where
-        the kind takes one. Raises ForetokenError: the program failed.
+        the kind takes one.
+
+        Raises:
+            ForetokenError: the program failed.
         """
         # The file, since an argument would have its escapes replaced and a text file its last line end removed.
         with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
@@ -215,8 +226,10 @@ class LlamaRuns:
 
 
 def parse_bench(decoding: str, reading: str) -> Answer:
-    """The answer that `llama-bench -o json` reports of decoding, behind a prompt that it reports of reading. Raises
-    ForetokenError: no result in an output.
+    """The answer that `llama-bench -o json` reports of decoding, behind a prompt that it reports of reading.
+
+    Raises:
+        ForetokenError: no result in an output.
     """
     (tokens, seconds), (_, prompt_s) = _bench_result(decoding), _bench_result(reading)
     return Answer(
@@ -245,7 +258,10 @@ def _bench_result(output: str) -> tuple[int, float]:
 
 def parse_speculative(output: str, log: str, prompt: str, emits_first: bool = False) -> Answer:
     """The answer that a speculating program prints, with the counts of its log (the error stream); lookahead drafts no
-    fixed number. Raises ForetokenError: no result in the output.
+    fixed number.
+
+    Raises:
+        ForetokenError: no result in the output.
     """
     encoded = re.search(r"encoded\s+\d+ tokens in\s+([\d.]+) seconds", log)
     decoded = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", log)

@@ -40,7 +40,11 @@ class LlamaCpp:
 
     @classmethod
     def find(cls, folder: Path) -> LlamaCpp:
-        """Look for the programs in `folder`, its `bin` and `build/bin`. Raises StorageError: a program is missing."""
+        """Look for the programs in `folder`, its `bin` and `build/bin`.
+
+        Raises:
+            StorageError: a program is missing.
+        """
         for place in (folder, folder / "bin", folder / "build" / "bin"):
             bench, speculative = place / "llama-bench", place / "llama-speculative-simple"
             if bench.is_file() and speculative.is_file():
@@ -83,7 +87,9 @@ class LlamaCpp:
 
     def convert(self, checkpoint: Path, outtype: str, gguf: Path | None = None) -> Path:
         """The checkpoint in a folder as a GGUF file, by default next to it; made again when the checkpoint is newer.
-        Raises StorageError: no converter; ForetokenError: the converter failed.
+
+        Raises:
+            StorageError: no converter; ForetokenError: the converter failed.
         """
         gguf = gguf or checkpoint.resolve().with_name(f"{checkpoint.resolve().name}-{outtype}.gguf")
         sources = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.json")]
@@ -93,7 +99,9 @@ class LlamaCpp:
 
     def converted(self, checkpoint: Path, outtype: str, gguf: Path, tokenizer: Path, *more: str) -> Path:
         """What the converter makes of a folder, whose tokenizer is in the folder `tokenizer`, with `more` arguments.
-        Raises StorageError, ForetokenError: see `convert`.
+
+        Raises:
+            StorageError, ForetokenError: see `convert`.
         """
         if self.converter is None:
             raise StorageError("convert_hf_to_gguf.py was not found; name it in FORETOKEN_LLAMA_CPP_CONVERT")
@@ -162,8 +170,10 @@ def parsed(command: list[str], parse: Callable[[str, str], _Result]) -> _Result:
 
 
 def run_program(command: list[str]) -> tuple[str, str]:
-    """Standard output and error stream of a program that ended well. Raises ForetokenError: it cannot be started, ran
-    for half an hour, or ended with a code.
+    """Standard output and error stream of a program that ended well.
+
+    Raises:
+        ForetokenError: it cannot be started, ran for half an hour, or ended with a code.
     """
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)

@@ -368,7 +368,10 @@ def _info(engine: AsyncEngine, name: str, missing_draft: str | None) -> ModelInf
 
 def build_engine(config: EngineConfig, max_waiting: int, draft_required: bool) -> tuple[AsyncEngine, str | None]:
     """An engine that is ready for requests, and the draft that it runs without: one that cannot be loaded is done
-    without, with a warning, unless it is required. Raises ForetokenError: the engine cannot be built.
+    without, with a warning, unless it is required.
+
+    Raises:
+        ForetokenError: the engine cannot be built.
     """
     missing = None
     try:

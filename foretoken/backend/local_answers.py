@@ -64,7 +64,9 @@ class LocalWay:
 
     def answer(self, question: Question, tenant: str) -> Answer:
         """Answer alone, timed outside the engine; requests of one `tenant` share prefixes and what was drafted from.
-        Raises ForetokenError: the engine failed, or gave no token.
+
+        Raises:
+            ForetokenError: the engine failed, or gave no token.
         """
         llm = self.llm
         self._policy = llm.reset_controller(self._policy)
@@ -151,7 +153,11 @@ class LocalAnswers(AnsweringBackend):
         return found
 
     def way(self, drafting: Drafting) -> LocalWay:
-        """What answers with this drafting. Raises ConfigError: no such drafter or option, or a draft not given."""
+        """What answers with this drafting.
+
+        Raises:
+            ConfigError: no such drafter or option, or a draft not given.
+        """
         if drafting not in self._ways:
             spec, takes_prediction = SpecConfig(), False
             if drafting.kind is not None:
@@ -194,7 +200,11 @@ class LocalAnswers(AnsweringBackend):
 
 
 def open_local(options: BackendOptions) -> LocalAnswers:
-    """An engine for the model. Raises InputError, ModelError, StorageError: see `LLM`."""
+    """An engine for the model.
+
+    Raises:
+        InputError, ModelError, StorageError: see `LLM`.
+    """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     llm = LLM(options.model, SpecConfig(), dtype=options.dtype, device=options.device)

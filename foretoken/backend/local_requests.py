@@ -23,7 +23,11 @@ class LocalRequester:
     num_together = 1
 
     def __init__(self, backend: LocalAnswers, drafting: Drafting) -> None:
-        """Load what drafts. Raises ConfigError, ModelError: see `LocalAnswers.way`."""
+        """Load what drafts.
+
+        Raises:
+            ConfigError, ModelError: see `LocalAnswers.way`.
+        """
         self._llm, self._spec = backend.llm, backend.way(drafting).spec
         self._llm.prepare(self._spec)
         self._spellings = TokenSpellings(backend.llm.tokenizer)
@@ -72,7 +76,11 @@ class LocalRequester:
 
 
 def _params(request: ApiRequest) -> SamplingParams:
-    """The parameters that a request asks for. Raises InputError: a field that the engine does not have."""
+    """The parameters that a request asks for.
+
+    Raises:
+        InputError: a field that the engine does not have.
+    """
     given: dict[str, Any] = dict(request.fields)
     form: Mapping[str, Any] | None = given.pop("response_format", None)
     if form is not None:

@@ -40,7 +40,11 @@ _IR_FILE = "openvino_model.xml"
 
 
 def _package() -> ModuleType:
-    """openvino_genai. Raises InputError: it is not installed."""
+    """openvino_genai.
+
+    Raises:
+        InputError: it is not installed.
+    """
     try:
         import openvino_genai
     except ImportError as error:
@@ -182,7 +186,10 @@ def _streamer(package: Any) -> tuple[Any, list[tuple[float, int]]]:  # noqa: ANN
 
 def draft_folder(package: Any, draft: Path) -> Path:  # noqa: ANN401 - openvino_genai has no types
     """A draft as a folder in OpenVINO's format, which alone it takes as one: a GGUF file is written as such a folder
-    beside it, once. Raises StorageError: the folder cannot be written.
+    beside it, once.
+
+    Raises:
+        StorageError: the folder cannot be written.
     """
     if not is_gguf(draft):
         return draft
@@ -212,8 +219,11 @@ def _checked(name: str) -> Path:
 
 
 def open_openvino(options: BackendOptions) -> OpenVinoBackend:
-    """OpenVINO GenAI on a GGUF file or a folder in its own format, on the CPU. Raises InputError: the package is
-    missing, or an option that it does not have; ModelError: no such model, or one in another format.
+    """OpenVINO GenAI on a GGUF file or a folder in its own format, on the CPU.
+
+    Raises:
+        InputError: the package is missing, or an option that it does not have; ModelError: no such model, or one in
+            another format.
     """
     if options.device not in ("auto", "cpu"):
         raise InputError("device", options.device, "openvino is measured on the CPU; give cpu, or leave it out")

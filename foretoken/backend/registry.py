@@ -22,7 +22,11 @@ _PREFIXES = ("/v1", "/v3")  # the second is that of OpenVINO Model Server
 
 
 def check_address(field: str, url: str, key_variable: str = DEFAULT_KEY_VARIABLE) -> None:
-    """Refuse what is no address of a server, or holds a password. Raises InputError: names `field`."""
+    """Refuse what is no address of a server, or holds a password.
+
+    Raises:
+        InputError: names `field`.
+    """
     check_text(field, url)
     try:
         parts = urlsplit(url)

@@ -69,8 +69,10 @@ class Requester(Protocol):
     num_together: int  # requests that it takes at the same time
 
     def ask(self, request: ApiRequest) -> Reply:
-        """Answer one request. Raises UnavailableError: the backend does not run, or stopped; ForetokenError: it gave no
-        whole answer.
+        """Answer one request.
+
+        Raises:
+            UnavailableError: the backend does not run, or stopped; ForetokenError: it gave no whole answer.
         """
 
 

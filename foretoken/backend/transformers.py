@@ -231,8 +231,10 @@ def exits(target: Path) -> tuple[str, ...]:
 
 
 def open_transformers(options: BackendOptions) -> TransformersBackend:
-    """transformers on the checkpoints in two folders. Raises InputError: a GGUF file, or an option that it does not
-    have; ModelError: no such checkpoint.
+    """transformers on the checkpoints in two folders.
+
+    Raises:
+        InputError: a GGUF file, or an option that it does not have; ModelError: no such checkpoint.
     """
     target = model_folder(options.model)
     draft = None if options.draft is None else model_folder(options.draft)

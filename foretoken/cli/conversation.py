@@ -118,7 +118,11 @@ class Talk:
         self.messages = list(self.opening)
 
     def set(self, name: str, text: str) -> None:
-        """Change a setting to the value that `text` means. Raises ConfigError: no such setting, or a wrong value."""
+        """Change a setting to the value that `text` means.
+
+        Raises:
+            ConfigError: no such setting, or a wrong value.
+        """
         if name not in SETTINGS:
             raise ConfigError("set", name, f"choose one of {', '.join(SETTINGS)}")
         value: Any = None if name == "seed" and text == _OFF else parse_field(SamplingParams, name, text)
@@ -131,7 +135,9 @@ class Talk:
 
     def command(self, line: str, console: Console, is_typed: bool) -> bool:
         """Do what a line asks for; False if it is no command. In a file any other line that begins with / is a message.
-        Raises ConfigError: a command that does not exist, or that lacks something.
+
+        Raises:
+            ConfigError: a command that does not exist, or that lacks something.
         """
         name, *rest = line.split() or [""]
         if not name.startswith("/") or not (is_typed or name in _NAMES):

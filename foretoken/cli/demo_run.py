@@ -151,8 +151,10 @@ class DemoRun:
         self, prompts: Sequence[DemoPrompt], begin: Callable[[DemoPrompt, str], OnStep | None]
     ) -> Iterator[DemoAnswer]:
         """Every prompt with every setting; in every other prompt the last setting goes first, so that a machine that
-        becomes faster or slower favours none. `begin` gets what comes, and may return a function for its steps. Raises
-        ForetokenError: an answer failed.
+        becomes faster or slower favours none. `begin` gets what comes, and may return a function for its steps.
+
+        Raises:
+            ForetokenError: an answer failed.
         """
         settings = list(self._specs)
         for number, prompt in enumerate(prompts):

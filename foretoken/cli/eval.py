@@ -138,7 +138,11 @@ def _prompts(path: Path | None, names: tuple[str, ...], count: int) -> list[Eval
 
 
 def _backend_options(context: typer.Context, backend: str) -> BackendEvalOptions:
-    """What to ask which backend. Raises InputError: an option that the backend does not take; names it."""
+    """What to ask which backend.
+
+    Raises:
+        InputError: an option that the backend does not take; names it.
+    """
     from foretoken.measure.eval.options import BackendEvalOptions
 
     refuse_set(context, _OF_OUR_ENGINE, f"is chosen by {backend} itself; leave it out")
@@ -152,8 +156,10 @@ def _backend_options(context: typer.Context, backend: str) -> BackendEvalOptions
 
 
 def _comparable(run: _Run, drafters: Sequence[str], earlier: EvalResult | None, texts: Sequence[EvalPrompt]) -> _Run:
-    """The run, which must be comparable with the earlier one. Raises InputError: prompts or settings that the earlier
-    result does not have.
+    """The run, which must be comparable with the earlier one.
+
+    Raises:
+        InputError: prompts or settings that the earlier result does not have.
     """
     from foretoken.measure.eval.compare import check_comparable
 

@@ -79,7 +79,9 @@ came: list[Terminated] = []  # in this process: typer turns what was raised into
 
 def terminate(number: int, _frame: FrameType | None) -> None:
     """Handler of SIGTERM and SIGHUP while a verb runs; one that comes with another does not cut its partial report.
-    Raises Terminated: nearly always.
+
+    Raises:
+        Terminated: nearly always.
     """
     stop = Terminated(number)
     if came and stop.at_s - came[-1].at_s < _TOGETHER_S:

@@ -40,7 +40,10 @@ _PLAIN = (int, float, bool, str, Path)  # types that a flag has; every other fie
 
 def takes(kind: type, *groups: str, fields: tuple[str, ...] = ()) -> Callable[[Verb], Verb]:
     """A decorator that gives a verb the flags of the configuration `kind`: of its fields in `groups` and of `fields`,
-    of all where neither is said. Raises TypeError: no such group or field, or a flag that the verb has already.
+    of all where neither is said.
+
+    Raises:
+        TypeError: no such group or field, or a flag that the verb has already.
     """
     chosen = [
         (field, one)
@@ -69,8 +72,10 @@ def flags_taken(verb: object) -> Mapping[str, tuple[type, str]]:
 
 def values_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of fields of `kind` that flags by setting's name give, other flags among them; texts are read as the
-    fields have it, and what is None is left out. Raises InputError: a text that is no value of its field; names the
-    flag.
+    fields have it, and what is None is left out.
+
+    Raises:
+        InputError: a text that is no value of its field; names the flag.
     """
     hints = typing.get_type_hints(kind)
     found: dict[str, Any] = {}
@@ -91,7 +96,10 @@ def values_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_from(kind: type[_Config], given: Mapping[str, Any], **derived: object) -> _Config:
     """The configuration that flags by name mean, other flags among them; `derived` are values of fields that come from
-    elsewhere. Raises InputError: an invalid value; names the flag.
+    elsewhere.
+
+    Raises:
+        InputError: an invalid value; names the flag.
     """
     return kind(**values_of(kind, given) | derived)
 
@@ -191,7 +199,10 @@ def spec_from(given: Mapping[str, Any]) -> SpecConfig:
 
 def answering_spec(given: Mapping[str, Any]) -> SpecConfig | None:
     """`spec_from` for a verb that answers: without a drafter the flags are those of `auto`. None where nothing is said
-    about drafting, which leaves it to the engine. Raises ConfigError: see `spec_from`.
+    about drafting, which leaves it to the engine.
+
+    Raises:
+        ConfigError: see `spec_from`.
     """
     if named_drafter(given) is not None:
         return spec_from(given)
@@ -215,8 +226,10 @@ def named_drafter(given: Mapping[str, Any]) -> str | None:
 
 
 def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
-    """A drafter's own options, each written NAME=VALUE. Raises ConfigError: no such form, or a value of another type;
-    unknown names are left to `SpecConfig`.
+    """A drafter's own options, each written NAME=VALUE.
+
+    Raises:
+        ConfigError: no such form, or a value of another type; unknown names are left to `SpecConfig`.
     """
     found: dict[str, Any] = {}
     kind = options_class(drafter) if texts and drafter in known_drafters() else None
@@ -230,8 +243,10 @@ def options_from(drafter: str | None, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_sources(spec: SpecConfig | None) -> None:
-    """Whether the draft, the head and the text that `spec` names are there, before the target is loaded. Raises
-    ModelError: no such draft or head; StorageError: the corpus or the n-gram table cannot be opened.
+    """Whether the draft, the head and the text that `spec` names are there, before the target is loaded.
+
+    Raises:
+        ModelError: no such draft or head; StorageError: the corpus or the n-gram table cannot be opened.
     """
     if spec is None:
         return
@@ -247,7 +262,11 @@ def check_sources(spec: SpecConfig | None) -> None:
 
 
 def check_drafting_files(spec: SpecConfig) -> None:
-    """Whether the corpus and the n-gram table that `spec` names can be read. Raises StorageError: one cannot."""
+    """Whether the corpus and the n-gram table that `spec` names can be read.
+
+    Raises:
+        StorageError: one cannot.
+    """
     if spec.corpus is not None:
         check_readable("corpus", Path(spec.corpus))
     if spec.ngram_table not in (PACKAGED_TABLE, NO_TABLE):

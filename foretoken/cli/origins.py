@@ -50,8 +50,11 @@ _TRUTHS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", "t", "
 
 
 def default_map(root: TyperGroup) -> dict[str, Any]:
-    """Environment and `foretoken.toml` as click's map of defaults, the environment winning. Raises ConfigError: an
-    unknown verb or setting in the file, or a value of the wrong type; StorageError: the file is not readable TOML.
+    """Environment and `foretoken.toml` as click's map of defaults, the environment winning.
+
+    Raises:
+        ConfigError: an unknown verb or setting in the file, or a value of the wrong type; StorageError: the file is not
+            readable TOML.
     """
     found: dict[str, Any] = {}
     for verb, name, value, source in resolved(root, _mentioned(root)):

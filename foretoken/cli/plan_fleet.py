@@ -35,8 +35,11 @@ _EXPLAINED = (
 
 
 def plan_fleet(given: Mapping[str, Any]) -> None:
-    """Plan what the command's options ask for, and print it. Raises ForetokenError: an option that is wrong, or a file
-    that cannot be read; CapacityError: no setting keeps the promise.
+    """Plan what the command's options ask for, and print it.
+
+    Raises:
+        ForetokenError: an option that is wrong, or a file that cannot be read; CapacityError: no setting keeps the
+            promise.
     """
     from foretoken.engine.startup.profiling import load_profile
 

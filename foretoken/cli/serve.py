@@ -67,7 +67,11 @@ def serve(context: typer.Context, target: str = DEFAULT_MODEL, as_json: JsonOpti
 
 
 def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness], None]], int]:
-    """What serves: processes of this machine, or replicas of Ray. Raises ConfigError: a package is missing."""
+    """What serves: processes of this machine, or replicas of Ray.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
     if options.ray and find_spec("ray") is None:
         raise ConfigError("ray", True, f"Ray is not installed: {install('ray')}")
     try:  # late: these are in the extra `server`, which other verbs do without
@@ -82,7 +86,11 @@ def _runner(options: RayOptions) -> Callable[[ServerConfig, Callable[[Readiness]
 
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:
-    """The configuration that flags mean. Raises InputError: an invalid value; StorageError: a file cannot be read."""
+    """The configuration that flags mean.
+
+    Raises:
+        InputError: an invalid value; StorageError: a file cannot be read.
+    """
     spec = answering_spec(given)
     if spec is not None:
         from foretoken.heads.kind import with_head_kind

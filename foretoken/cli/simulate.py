@@ -70,8 +70,10 @@ def arrival_names(text: str) -> tuple[str, ...]:
 
 
 def check_arrivals(given: Mapping[str, Any]) -> None:
-    """Check the bounds of numbers, and that only options that have an effect are given. Raises ConfigError: an option
-    without effect on these arrivals; InputError: a number that cannot be simulated.
+    """Check the bounds of numbers, and that only options that have an effect are given.
+
+    Raises:
+        ConfigError: an option without effect on these arrivals; InputError: a number that cannot be simulated.
     """
     for name, low, high in _BOUNDS:
         check_whole(name, given[name], low, high)
@@ -139,8 +141,10 @@ def acceptance_of(text: str) -> Chances | str:
 
 
 def settings_of(text: str | None, profile: Profile) -> tuple[SimSetting, ...]:
-    """The settings that are named, each once; without a text plain decoding and each drafter of the profile. Raises
-    ConfigError: none is named, or one that does not exist.
+    """The settings that are named, each once; without a text plain decoding and each drafter of the profile.
+
+    Raises:
+        ConfigError: none is named, or one that does not exist.
     """
     if text is None:
         return (SimSetting(), *(SimSetting((drafter,), None) for drafter in profile.drafters))
@@ -156,7 +160,11 @@ def words_of(text: str) -> list[str]:
 
 
 def lengths_of(field: str, text: str) -> Lengths:
-    """A number of tokens, or LOW-HIGH. Raises InputError: neither, or more than can be simulated."""
+    """A number of tokens, or LOW-HIGH.
+
+    Raises:
+        InputError: neither, or more than can be simulated.
+    """
     low, found, high = text.partition("-")
     if not is_count(low) or (found and not is_count(high)) or not 1 <= int(low) <= int(high or low):
         raise InputError(field, text, "must be a number of tokens, or LOW-HIGH")

@@ -160,7 +160,11 @@ class Root(Group):
 
 
 def _load(name: str) -> TyperCommand | TyperGroup:
-    """Import a verb. Raises KeyError: there is none of this name."""
+    """Import a verb.
+
+    Raises:
+        KeyError: there is none of this name.
+    """
     source = VERBS[name]
     module, _, attribute = (source.place or f"{name}:{name}").partition(":")
     with signals_end():

@@ -26,14 +26,22 @@ from foretoken.verify import needs_race, resolve
 
 
 def check_types(params: object, spec: object) -> None:
-    """`params` and `spec` of a call. Raises InputError: not a `SamplingParams`, not a `SpecConfig`."""
+    """`params` and `spec` of a call.
+
+    Raises:
+        InputError: not a `SamplingParams`, not a `SpecConfig`.
+    """
     if not isinstance(params, SamplingParams):
         raise InputError("params", params, "give SamplingParams, or a list with one for each prompt")
     check_spec(spec)
 
 
 def check_spec(spec: object) -> None:
-    """`spec` of a call. Raises InputError: not a `SpecConfig`."""
+    """`spec` of a call.
+
+    Raises:
+        InputError: not a `SpecConfig`.
+    """
     if not isinstance(spec, SpecConfig):
         raise InputError("spec", spec, "give SpecConfig, or a list with one for each prompt")
 
@@ -72,15 +80,21 @@ def check_request(
 
 
 def check_tokens(field: str, tokens: Sequence[int], vocab_size: int) -> None:
-    """Whether all of them are ids of the vocabulary. Raises InputError: one is not; names `field`."""
+    """Whether all of them are ids of the vocabulary.
+
+    Raises:
+        InputError: one is not; names `field`.
+    """
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise InputError(field, token, f"token ids must be whole numbers from 0 to {vocab_size - 1}")
 
 
 def check_layers(spec: SpecConfig, num_layers: int) -> None:
-    """Whether the layers that a draft is to run, or its parts are, exist in the target. Raises ConfigError: a layer
-    that is not there, or no layer to do without.
+    """Whether the layers that a draft is to run, or its parts are, exist in the target.
+
+    Raises:
+        ConfigError: a layer that is not there, or no layer to do without.
     """
     for part in spec.configs:
         check_layers(part, num_layers)
@@ -119,8 +133,10 @@ class Admission:
     def prepare(
         self, prompt_ids: Sequence[int], params: SamplingParams, spec: SpecConfig, arrived_s: float | None = None
     ) -> PreparedRequest:
-        """A request that the engine can queue; it has arrived at `arrived_s`, or else when this is called. Raises
-        InputError, ContextLengthError, CapacityError: the request can never run.
+        """A request that the engine can queue; it has arrived at `arrived_s`, or else when this is called.
+
+        Raises:
+            InputError, ContextLengthError, CapacityError: the request can never run.
         """
         arrived_s = time.perf_counter() if arrived_s is None else arrived_s
         target, tokenizer = self._target, self._tokenizer

@@ -26,14 +26,20 @@ class BetweenRequests(ABC):
     _turns: Turns
 
     def prepare(self, spec: SpecConfig) -> None:
-        """Load the drafters that `spec` names, each once; requests go on meanwhile. Raises InputError, ModelError,
-        StorageError: see `DrafterFactory.make`.
+        """Load the drafters that `spec` names, each once; requests go on meanwhile.
+
+        Raises:
+            InputError, ModelError, StorageError: see `DrafterFactory.make`.
         """
         check_spec(spec)
         self._open_loader().load(spec)
 
     def loaded_drafters(self, spec: SpecConfig | None = None) -> tuple[Drafter, ...]:
-        """The loaded drafters of `spec` in its order; None: all. Raises InputError: no `SpecConfig`, or closed."""
+        """The loaded drafters of `spec` in its order; None: all.
+
+        Raises:
+            InputError: no `SpecConfig`, or closed.
+        """
         if spec is not None:
             check_spec(spec)
         return tuple(self._open_loader().loaded(spec).values())
@@ -60,7 +66,11 @@ class BetweenRequests(ABC):
         replaced.clear()  # not before: what is loaded shares the weights of what is in use
 
     def take_drafters(self, spec: SpecConfig) -> dict[DrafterKey, Drafter]:
-        """Take the drafters of `spec` out, with all they remember. Raises InputError: requests are running."""
+        """Take the drafters of `spec` out, with all they remember.
+
+        Raises:
+            InputError: requests are running.
+        """
         check_spec(spec)
         loader = self._open_loader()
         spec = loader.with_head_kind(spec)
@@ -70,7 +80,10 @@ class BetweenRequests(ABC):
 
     def put_drafters(self, drafters: Mapping[DrafterKey, Drafter]) -> None:
         """Use drafters that `take_drafters` returned, or others under their keys (`draft.group.drafter_key`), from the
-        next request on. Raises InputError: requests are running.
+        next request on.
+
+        Raises:
+            InputError: requests are running.
         """
         loader = self._open_loader()
         with self._turns.lock:
@@ -79,8 +92,10 @@ class BetweenRequests(ABC):
 
     def reset_controller(self, policy: Policy | None = None) -> Policy:
         """Let the controller forget what it has observed (step times, acceptance), except the costs it began with; or
-        let it go on with `policy`, which an earlier call returned. Returns the policy in use from now on. Raises
-        InputError: requests are running.
+        let it go on with `policy`, which an earlier call returned. Returns the policy in use from now on.
+
+        Raises:
+            InputError: requests are running.
         """
         with self._turns.lock:
             self._check_idle("the controller is reset")

@@ -85,8 +85,10 @@ class DrafterFactory:
 
     def open_draft(self, folder: Path, draft_dtype: str = "auto") -> LanguageModel:
         """The draft model in `folder` with a cache of its own; weights that another drafter has in use are not loaded
-        again. `draft_dtype` "auto" takes the target's number format and, where that is quantised, its bits. Raises
-        CheckpointError, UnsupportedModelError, ConfigError, InputError: see `open_model`.
+        again. `draft_dtype` "auto" takes the target's number format and, where that is quantised, its bits.
+
+        Raises:
+            CheckpointError, UnsupportedModelError, ConfigError, InputError: see `open_model`.
         """
         self._num_opened += 1
         options = self.options
@@ -228,8 +230,10 @@ class DrafterLoader:
         return all(key in self.group.drafters for key in own_drafters(spec))
 
     def load(self, spec: SpecConfig) -> None:
-        """Load what `spec` names and is not loaded yet; only adding a drafter waits for the step that runs. Raises
-        InputError, ModelError, StorageError: see `DrafterFactory.make`.
+        """Load what `spec` names and is not loaded yet; only adding a drafter waits for the step that runs.
+
+        Raises:
+            InputError, ModelError, StorageError: see `DrafterFactory.make`.
         """
         if self.has_all(spec):
             return

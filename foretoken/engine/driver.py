@@ -58,7 +58,11 @@ class Turns:
 
     @property
     def lock(self) -> threading.RLock:
-        """See the class. Raises InputError: see `check_process`."""
+        """See the class.
+
+        Raises:
+            InputError: see `check_process`.
+        """
         self.check_process()
         return self._lock
 
@@ -121,8 +125,10 @@ class Driver:
     # ---- who may use the engine
 
     def claim(self, owner: Owner) -> None:
-        """Let `owner` alone run requests, until `disclaim`. Raises InputError: the engine was closed, has an owner, or
-        still answers requests.
+        """Let `owner` alone run requests, until `disclaim`.
+
+        Raises:
+            InputError: the engine was closed, has an owner, or still answers requests.
         """
         with self._turns.lock:
             self._check_open()
@@ -140,8 +146,10 @@ class Driver:
         self.owner = None
 
     def check_user(self, user: Owner | None = None) -> None:
-        """Refuse all but the owner while there is one, and everybody when the engine was closed. Raises InputError:
-        `user` may not run requests.
+        """Refuse all but the owner while there is one, and everybody when the engine was closed.
+
+        Raises:
+            InputError: `user` may not run requests.
         """
         self._check_open()
         if self.owner is not user:
@@ -152,8 +160,10 @@ class Driver:
     def enqueue(
         self, prepared: PreparedRequest, receive: Receiver | None = None, user: Owner | None = None
     ) -> RequestState:
-        """Queue one request; `receive` gets its outputs, within the step that emits them. Raises InputError: see
-        `check_user`; EngineError: see `Engine.enqueue`.
+        """Queue one request; `receive` gets its outputs, within the step that emits them.
+
+        Raises:
+            InputError: see `check_user`; EngineError: see `Engine.enqueue`.
         """
         with self._turns, self._turns.lock, own_modes():
             self.check_user(user)
@@ -163,7 +173,11 @@ class Driver:
             return state
 
     def step(self, user: Owner | None = None) -> list[StepOutput]:
-        """One step of the engine. Raises InputError: see `check_user`."""
+        """One step of the engine.
+
+        Raises:
+            InputError: see `check_user`.
+        """
         with self._turns:
             with self._turns.lock:
                 self.check_user(user)
@@ -221,8 +235,10 @@ class Driver:
         return states
 
     def stream(self, prepared: PreparedRequest) -> Generator[StepOutput]:
-        """Yield what each step emits for one request; closing the generator frees the request. Raises ForetokenError:
-        the error of a request that failed; the engine was closed half-way.
+        """Yield what each step emits for one request; closing the generator frees the request.
+
+        Raises:
+            ForetokenError: the error of a request that failed; the engine was closed half-way.
         """
         states, inbox = list[RequestState](), deque[StepOutput]()
         try:

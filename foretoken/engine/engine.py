@@ -124,8 +124,10 @@ class Engine:
         return self.enqueue(self.admission.prepare(prompt_ids, params, spec))
 
     def enqueue(self, prepared: PreparedRequest) -> RequestState:
-        """Queue a prepared request; the returned state carries its number and, as it runs, its tokens. Raises
-        EngineError: something broke on the way; nothing was queued.
+        """Queue a prepared request; the returned state carries its number and, as it runs, its tokens.
+
+        Raises:
+            EngineError: something broke on the way; nothing was queued.
         """
         state = prepared.state(next(self._ids))
         try:

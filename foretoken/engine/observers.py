@@ -84,7 +84,11 @@ class Trace(Watcher):
         )
 
     def close(self) -> None:
-        """Close the file; closing again does nothing. Raises StorageError: the end of the log could not be written."""
+        """Close the file; closing again does nothing.
+
+        Raises:
+            StorageError: the end of the log could not be written.
+        """
         try:
             self._file.close()
         except OSError as error:
@@ -133,8 +137,10 @@ class AdaptationWatcher:
 
 
 def adapt(engine: Engine, config: EngineConfig) -> Adapter | None:
-    """Let the drafters of `engine` learn while it serves, where `config` asks for it. Raises InputError: the target has
-    no weights that trained heads share.
+    """Let the drafters of `engine` learn while it serves, where `config` asks for it.
+
+    Raises:
+        InputError: the target has no weights that trained heads share.
     """
     if config.adaptation is None:
         return None

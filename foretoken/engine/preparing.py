@@ -25,7 +25,11 @@ class PreparingThreads:
         self._running: Counter[str] = Counter()
 
     def submit(self, tenant: str, call: Callable[[], _Result]) -> Future[_Result]:
-        """What `call` returns, as soon as a thread is free for the tenant. Raises RuntimeError: this was shut down."""
+        """What `call` returns, as soon as a thread is free for the tenant.
+
+        Raises:
+            RuntimeError: this was shut down.
+        """
         job: tuple[Future[_Result], Callable[[], _Result]] = Future(), call
         name = tenant.partition("\0")[0]  # a client may divide its key's tenant further by salts of its own
         with self._lock:

@@ -83,8 +83,10 @@ class PromptEncoder:
         context: int | None = None,
     ) -> list[int]:
         """Token ids of `render_chat`; the template writes its own begin-of-text token, so none is added. Special tokens
-        in the messages and tools are text: only the template writes special tokens. Raises InputError, CheckpointError,
-        MismatchError, ContextLengthError: see `render_chat`, `encode`.
+        in the messages and tools are text: only the template writes special tokens.
+
+        Raises:
+            InputError, CheckpointError, MismatchError, ContextLengthError: see `render_chat`, `encode`.
         """
         specials = () if self._tokenizer is None else self._tokenizer.special_texts
         with _shallow():
@@ -112,8 +114,10 @@ class PromptEncoder:
         return self._encode("messages", part, add_special_tokens=False, is_plain=is_plain)
 
     def encode_plain(self, field: str, text: str, context: int | None = None) -> list[int]:
-        """Token ids of a text in which nothing is a special token; `field` names it in errors. Raises InputError,
-        MismatchError, ContextLengthError: see `encode`.
+        """Token ids of a text in which nothing is a special token; `field` names it in errors.
+
+        Raises:
+            InputError, MismatchError, ContextLengthError: see `encode`.
         """
         self._check_minimum(field, text, context, is_plain=True)
         return self._encode(field, text, add_special_tokens=False, is_plain=True)

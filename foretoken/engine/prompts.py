@@ -19,7 +19,9 @@ Conversation = Sequence[Message]
 
 def as_prompts(prompts: object) -> list[Prompt]:
     """One text, one list of ids, or a list of either, as a list of prompts; tensors and arrays of ids count as lists.
-    Raises InputError: anything else.
+
+    Raises:
+        InputError: anything else.
     """
     prompts = _plain(prompts)
     if isinstance(prompts, str):
@@ -32,7 +34,11 @@ def as_prompts(prompts: object) -> list[Prompt]:
 
 
 def as_prompt(prompt: object) -> Prompt:
-    """One text, or one list of ids; a tensor or array of ids counts as a list. Raises InputError: anything else."""
+    """One text, or one list of ids; a tensor or array of ids counts as a list.
+
+    Raises:
+        InputError: anything else.
+    """
     plain = _plain(prompt)
     if not isinstance(plain, str | list):
         raise InputError("prompt", prompt, "give a text or a list of token ids")
@@ -40,14 +46,22 @@ def as_prompt(prompt: object) -> Prompt:
 
 
 def as_conversations(messages: object) -> list[Conversation]:
-    """One conversation, or a list of them, as a list. Raises InputError: anything else."""
+    """One conversation, or a list of them, as a list.
+
+    Raises:
+        InputError: anything else.
+    """
     if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
         return [as_conversation(one) for one in messages]
     return [as_conversation(messages)]
 
 
 def as_conversation(messages: object) -> Conversation:
-    """At least one message, each a mapping whose `role` is a text. Raises InputError: names the message."""
+    """At least one message, each a mapping whose `role` is a text.
+
+    Raises:
+        InputError: names the message.
+    """
     example = '{"role": "user", "content": "Hello"}'
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError("messages", messages, f"give a list of messages, such as [{example}]")
@@ -59,8 +73,11 @@ def as_conversation(messages: object) -> Conversation:
 
 def prompt_content(where: str, item: Mapping[str, Any]) -> str | tuple[Message, ...] | tuple[int, ...]:
     """What one object of a file of prompts asks: its `messages` (a conversation, up to its last answer), `prompt_ids`
-    or `prompt` (a text). Raises InputError: none of these, messages that are no conversation or an answer alone, or
-    tools; names the place `where`.
+    or `prompt` (a text).
+
+    Raises:
+        InputError: none of these, messages that are no conversation or an answer alone, or tools; names the place
+            `where`.
     """
     check_no_tools(where, item)
     if "messages" in item:
@@ -78,8 +95,10 @@ def prompt_content(where: str, item: Mapping[str, Any]) -> str | tuple[Message, 
 
 
 def asked_messages(where: str, messages: Conversation) -> tuple[Message, ...]:
-    """A conversation up to its last answer, which is not sent; contents in parts are joined where all are texts. Raises
-    InputError: an answer alone; names the place `where`.
+    """A conversation up to its last answer, which is not sent; contents in parts are joined where all are texts.
+
+    Raises:
+        InputError: an answer alone; names the place `where`.
     """
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if not asked:
@@ -112,8 +131,10 @@ def check_no_tools(where: str, request: Mapping[str, Any]) -> None:
 
 
 def check_no_tool_calls(where: str, messages: object) -> None:
-    """Refuse messages that call tools or are their results, for readers that keep only `role` and `content`. Raises
-    InputError: there is one; names the place `where`.
+    """Refuse messages that call tools or are their results, for readers that keep only `role` and `content`.
+
+    Raises:
+        InputError: there is one; names the place `where`.
     """
     for message in messages if isinstance(messages, list | tuple) else ():
         if not isinstance(message, Mapping):
@@ -127,7 +148,11 @@ def check_no_tool_calls(where: str, messages: object) -> None:
 
 
 def per_prompt(name: str, value: object, count: int) -> list:  # type: ignore[type-arg]
-    """One value for all of `count` prompts, or one for each, as a list. Raises InputError: another number."""
+    """One value for all of `count` prompts, or one for each, as a list.
+
+    Raises:
+        InputError: another number.
+    """
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:
@@ -143,7 +168,9 @@ def _plain(value: object) -> object:
 
 def check_length(num_tokens: int, context: int, is_minimum: bool = False) -> None:
     """Whether a prompt of `num_tokens` leaves room for a token of the answer; `is_minimum`: it may have more of them.
-    Raises ContextLengthError: it does not.
+
+    Raises:
+        ContextLengthError: it does not.
     """
     if num_tokens >= context:
         remedy = f"the context holds {context} tokens; shorten the prompt to at most {context - 1}"

@@ -61,7 +61,11 @@ class OtherEngine:
 
 
 def engine_of(name: str, version: str | None) -> OtherEngine:
-    """The engine called `name`. Raises ConfigError: an engine that is not known, or a text that is no version."""
+    """The engine called `name`.
+
+    Raises:
+        ConfigError: an engine that is not known, or a text that is no version.
+    """
     if name not in NEWEST:
         raise ConfigError("to", name, f"choose one of {', '.join(NEWEST)}")
     if version is not None and not _VERSION.fullmatch(version):

@@ -155,8 +155,10 @@ def plain_drafters(engine: str) -> list[str]:
 
 
 def plain_launch(drafter: str, engine: OtherEngine, target: str, draft: str | None, num_draft: int) -> Launch:
-    """How `engine` starts `target` with one of our drafters that has a counterpart there. Raises ConfigError: it has
-    none, the draft model is not named, or the version is too old.
+    """How `engine` starts `target` with one of our drafters that has a counterpart there.
+
+    Raises:
+        ConfigError: it has none, the draft model is not named, or the version is too old.
     """
     if (reason := version_reason(engine)) is not None:
         raise ConfigError("to", str(engine), reason)

@@ -56,7 +56,10 @@ def chosen_draftings(
     backend: AnsweringBackend, field: str, kinds: Sequence[str] | None, num_draft: int
 ) -> tuple[Drafting, ...]:
     """The ways to draft of these kinds, which the field `field` names (None: every one), with `num_draft` draft tokens
-    where that can be chosen. Raises ConfigError: a kind that the backend does not have here, or it has none at all.
+    where that can be chosen.
+
+    Raises:
+        ConfigError: a kind that the backend does not have here, or it has none at all.
     """
     offered = backend.draftings((num_draft,))
     known = list(dict.fromkeys(str(one.kind) for one in offered))

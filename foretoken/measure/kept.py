@@ -85,7 +85,11 @@ class KeptFile:
         return found
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Add one line, written to the disk before this returns. Raises StorageError: it cannot be written."""
+        """Add one line, written to the disk before this returns.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         if self._file is not None:
             self._write(self._file, values)
             self.lines.append(dict(values))
@@ -100,7 +104,10 @@ class KeptFile:
 
     def restored(self, read: Callable[[dict[str, Any]], _Value]) -> list[_Value]:
         """What `read` makes of each line; a line that it fails on as on other values (`_MALFORMED`) is refused, and the
-        file closed. Raises StorageError: the file holds something else.
+        file closed.
+
+        Raises:
+            StorageError: the file holds something else.
         """
         return [self._made(read, line) for line in self.lines]
 
@@ -113,7 +120,10 @@ class KeptFile:
 
     def once(self, name: str, read: Callable[[Any], _Value], measure: Callable[[], _Value]) -> _Value:
         """What an earlier run kept under `name`, which `read` makes of plain values; without it what `measure` gives,
-        which is kept. Raises StorageError: see `restored` and `append`.
+        which is kept.
+
+        Raises:
+            StorageError: see `restored` and `append`.
         """
         if name in self._named:
             return self._made(read, self._named[name])
@@ -158,7 +168,10 @@ def run_of(
 ) -> dict[str, Any]:
     """What must agree between two runs: their options but outputs and those named in `without`, `more`, and what
     `models` and the `files` that drafters read (`SpecConfig.corpus`, `SpecConfig.ngram_table`) hold: what has this name
-    may have been written anew since. Raises ModelError, StorageError: a model or file that is not there.
+    may have been written anew since.
+
+    Raises:
+        ModelError, StorageError: a model or file that is not there.
     """
     from foretoken.model.names import model_folder  # a run that loads no model needs none of this
     from foretoken.train.answers import folder_fingerprint
@@ -179,7 +192,9 @@ def kept_run(
     **about: Any,  # noqa: ANN401
 ) -> KeptFile:
     """The file of a run whose options, and what else `about` says, agree (`run_of`), and what is `asked` by content.
-    Raises ModelError, InputError, StorageError: see `run_of` and `KeptFile`.
+
+    Raises:
+        ModelError, InputError, StorageError: see `run_of` and `KeptFile`.
     """
     contents = {f"{name} by content": digest(value) for name, value in asked.items()}
     return KeptFile(path, kind, run_of(options, **about) | contents)

@@ -51,13 +51,21 @@ def resume_option(what: str, how: str = "") -> Mapping[str, Option]:
 
 
 def check_wholes(options: object, **limits: tuple[int, int | None]) -> None:
-    """Refuse fields of `options` that are no whole numbers within their limits. Raises InputError: names the field."""
+    """Refuse fields of `options` that are no whole numbers within their limits.
+
+    Raises:
+        InputError: names the field.
+    """
     for name, (low, high) in limits.items():
         check_whole(name, getattr(options, name), low, high)
 
 
 def check_slo(slo_ms: float | None, has_price: bool) -> None:
-    """Refuse a time between tokens that is not above 0, or that no price is made with. Raises InputError: names it."""
+    """Refuse a time between tokens that is not above 0, or that no price is made with.
+
+    Raises:
+        InputError: names it.
+    """
     if slo_ms is None:
         return
     check_number("slo_ms", slo_ms, 0.0, MAX_SLO_MS, open_low=True)
@@ -66,6 +74,10 @@ def check_slo(slo_ms: float | None, has_price: bool) -> None:
 
 
 def check_price(price_per_hour: float | None) -> None:
-    """Refuse a price that is not above 0. Raises InputError: names the value."""
+    """Refuse a price that is not above 0.
+
+    Raises:
+        InputError: names the value.
+    """
     if price_per_hour is not None:
         check_number("price_per_hour", price_per_hour, 0.0, _MAX_PRICE, open_low=True)

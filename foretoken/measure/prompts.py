@@ -90,7 +90,11 @@ class _Item:
 
 
 def prompt_files(path: Path) -> list[Path]:
-    """The file, or all .json and .jsonl files below a folder. Raises StorageError: the folder holds none."""
+    """The file, or all .json and .jsonl files below a folder.
+
+    Raises:
+        StorageError: the folder holds none.
+    """
     files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES) if os.path.isdir(path) else [path]
     if not files:
         raise StorageError(f"no .json or .jsonl file below {path}")
@@ -117,7 +121,10 @@ def read_prompts(path: Path, field: str = "prompts") -> tuple[Prompt, ...]:
 
 def choose(prompts: Sequence[Prompt], names: Sequence[str], per_slice: int) -> tuple[tuple[Prompt, ...], list[str]]:
     """At most `per_slice` prompts of every wanted slice, taken in turn from its files and categories; a note on what
-    was left out. Raises InputError: a slice that no prompt belongs to.
+    was left out.
+
+    Raises:
+        InputError: a slice that no prompt belongs to.
     """
     found = dict.fromkeys(prompt.slice for prompt in prompts)
     for name in names:
@@ -143,15 +150,21 @@ def prompts_or_library(path: Path | None, names: Sequence[str], per_slice: int) 
 
 
 def check_room(field: str, name: str, num_tokens: int, most: int) -> None:
-    """Refuse a prompt of more than `most` tokens, before work on others. Raises InputError: names the prompt."""
+    """Refuse a prompt of more than `most` tokens, before work on others.
+
+    Raises:
+        InputError: names the prompt.
+    """
     if num_tokens > most:
         remedy = f"has {num_tokens} tokens; the context has room for {most}: shorten it, or leave it out"
         raise InputError(field, name, remedy)
 
 
 def fit(prompts: Sequence[Prompt], count: Callable[[str], int], room: int) -> tuple[tuple[Prompt, ...], list[str]]:
-    """Prompts of at most `room` tokens by `count`: what is too long loses its middle, and a note says so. Raises
-    InputError: no prompt can be that short.
+    """Prompts of at most `room` tokens by `count`: what is too long loses its middle, and a note says so.
+
+    Raises:
+        InputError: no prompt can be that short.
     """
     if room < 1:
         remedy = "ask for shorter answers than the target's context"
@@ -210,8 +223,10 @@ def _own(item: _Item) -> Prompt:
 
 
 def asked_of(place: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recorded request says of its answer's length and temperature, by the fields of `Prompt`. Raises
-    InputError: a length or temperature that makes no sense; names the `place`.
+    """What a recorded request says of its answer's length and temperature, by the fields of `Prompt`.
+
+    Raises:
+        InputError: a length or temperature that makes no sense; names the `place`.
     """
     length = next((values[key] for key in _LENGTH_KEYS if values.get(key) is not None), None)
     temperature = values.get("temperature")

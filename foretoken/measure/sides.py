@@ -51,7 +51,11 @@ class SideOptions:
     threads: int | None = field(default=None, metadata=THREADS)
 
     def check_sides(self) -> None:
-        """Refuse sides that cannot be opened. Raises InputError, ConfigError: names the field."""
+        """Refuse sides that cannot be opened.
+
+        Raises:
+            InputError, ConfigError: names the field.
+        """
         check_whole("num_draft", self.num_draft, 1, 256)
         for side in ("a", "b"):
             backend: str = getattr(self, side)
@@ -91,7 +95,11 @@ class OpenSide:
         return f"{self.label} ({self.backend.name})"
 
     def check_room(self, field: str, name: str, question: Question) -> None:
-        """Refuse a question without room in the context, as far as that is known. Raises InputError: names it."""
+        """Refuse a question without room in the context, as far as that is known.
+
+        Raises:
+            InputError: names it.
+        """
         if (found := self.backend.room(question)) is not None:
             check_room(field, name, *found)
 

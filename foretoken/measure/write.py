@@ -22,7 +22,10 @@ def is_page(out: Path) -> bool:
 
 def check_out(out: Path | None) -> None:
     """Check that a report can be written to a file or folder, before minutes of work; the folder is made. None: nothing
-    is to be written. Raises StorageError: it cannot be made or written.
+    is to be written.
+
+    Raises:
+        StorageError: it cannot be made or written.
     """
     if out is None:
         return
@@ -90,6 +93,10 @@ def check_result(out: Path | None, name: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is no plain file name. Raises InputError: other than letters, digits, `.`, `_` and `-`."""
+    """Refuse a name that is no plain file name.
+
+    Raises:
+        InputError: other than letters, digits, `.`, `_` and `-`.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise InputError("name", name, "use letters, digits, '.', '_' and '-' only; the date is added")

@@ -109,8 +109,11 @@ class RayBackend:
         return None if self._remote is None else self._remote.info
 
     async def open(self, call: Call) -> RemoteGeneration:
-        """See `Backend.open`. Raises InputError: replicas died twice while they answered this request; WorkerDiedError:
-        the replica died meanwhile.
+        """See `Backend.open`.
+
+        Raises:
+            InputError: replicas died twice while they answered this request; WorkerDiedError: the replica died
+                meanwhile.
         """
         self._quarantine.check(fingerprint_of(call))
         return await self._there().open(call)

@@ -52,7 +52,11 @@ class RayOptions:
             check_number(name, getattr(self, name), low=0.0, high=_MOST)
 
     def check_with(self, config: ServerConfig) -> None:
-        """Refuse what these replicas cannot do. Raises ConfigError: names the field."""
+        """Refuse what these replicas cannot do.
+
+        Raises:
+            ConfigError: names the field.
+        """
         workers = config.life.workers
         if self.max_replicas is not None and self.max_replicas < workers:
             raise ConfigError("max_replicas", self.max_replicas, f"must be at least workers, which is {workers}")

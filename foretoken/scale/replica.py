@@ -73,8 +73,10 @@ class EngineReplica:
         return packed(self._backend.info)
 
     async def generate(self, data: bytes, front: str, prefix: bytes, address: tuple[str, int, str]) -> None:  # noqa: ARG002 - `prefix` is the router's
-        """Send the messages of an `Open` to the front at `address`; the last one is `Over` or `Refused`. Raises
-        OSError: the front cannot be reached, or is gone.
+        """Send the messages of an `Open` to the front at `address`; the last one is `Over` or `Refused`.
+
+        Raises:
+            OSError: the front cannot be reached, or is gone.
         """
         command = _COMMANDS.decode(data)
         key = (front, command.call)
@@ -126,8 +128,10 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Ray Serve's hook, called before the first request too: a replica that raises is replaced. An idle engine is
-        asked the canary request now and then, and has to repeat its first answer. Raises EngineError: the engine's
-        thread has ended or is stuck, or the canary's answer is another one.
+        asked the canary request now and then, and has to repeat its first answer.
+
+        Raises:
+            EngineError: the engine's thread has ended or is stuck, or the canary's answer is another one.
         """
         if not self.engine.is_running:
             raise EngineError("the engine's thread has ended")

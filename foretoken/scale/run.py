@@ -18,7 +18,9 @@ _STORE_BYTES = 256 << 20  # of the objects that a local cluster shares: messages
 
 def run_on_ray(config: ServerConfig, options: RayOptions, on_ready: Callable[[Readiness], None]) -> int:
     """Serve until a signal; the exit code, see `run_server`. Joins the cluster of RAY_ADDRESS, or starts one here.
-    Raises ConfigError, StorageError: see `run_server`; EngineError: no replica could be started.
+
+    Raises:
+        ConfigError, StorageError: see `run_server`; EngineError: no replica could be started.
     """
     options.check_with(config)
     config.check_start()

@@ -52,7 +52,9 @@ class _StreamProtocol(asyncio.StreamReaderProtocol, SharedBufferProtocol):
 
 async def open_stream(limit: int, **where: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:  # noqa: ANN401 - asyncio's
     """`asyncio.open_connection` to `where`: `sock`, or `host` and `port`; `limit`: bytes that may wait to be read.
-    Raises OSError: the socket is no longer open, or nobody listens there.
+
+    Raises:
+        OSError: the socket is no longer open, or nobody listens there.
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit, loop)
@@ -65,7 +67,11 @@ Taken = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def listen(taken: Taken, host: str, limit: int) -> asyncio.Server:
-    """`asyncio.start_server` on a free port of `host`, see `open_stream`. Raises OSError: no such address here."""
+    """`asyncio.start_server` on a free port of `host`, see `open_stream`.
+
+    Raises:
+        OSError: no such address here.
+    """
     loop = asyncio.get_running_loop()
 
     def protocol() -> _StreamProtocol:

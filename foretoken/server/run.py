@@ -218,7 +218,11 @@ def _is_test_build() -> bool:
 
 
 def compose(backend: Backend, config: ServerConfig) -> Composed:
-    """Everything over a backend. Raises ConfigError, StorageError: keys, history or tracing that cannot be used."""
+    """Everything over a backend.
+
+    Raises:
+        ConfigError, StorageError: keys, history or tracing that cannot be used.
+    """
     observation = Observation(backend, config.observe)
     routers: list[APIRouter | RouterMaker] = [*observation.routers, page_router(), stats_router]
     if _is_test_build() and isinstance(backend, Replicas):
@@ -230,8 +234,10 @@ def compose(backend: Backend, config: ServerConfig) -> Composed:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to an address of this machine. Raises ConfigError: no such address; StorageError: the port is in
-    use, or needs other rights.
+    """A socket bound to an address of this machine.
+
+    Raises:
+        ConfigError: no such address; StorageError: the port is in use, or needs other rights.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

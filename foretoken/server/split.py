@@ -85,8 +85,10 @@ class Comparison:
 
 
 def run_live(options: LiveOptions, command: str, tell: Callable[[str], None]) -> Report:
-    """Divide traffic until Ctrl-C, and report. `tell` hears the address and each decision. Raises ConfigError,
-    StorageError: an address or a port that cannot be used.
+    """Divide traffic until Ctrl-C, and report. `tell` hears the address and each decision.
+
+    Raises:
+        ConfigError, StorageError: an address or a port that cannot be used.
     """
     comparison = Comparison(options)
     listener = listening_socket(options.host, options.port)

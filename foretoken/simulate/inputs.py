@@ -57,7 +57,10 @@ def poisson(
     rate: float, count: int, prompts: Lengths, outputs: Lengths, acceptance: Chances | str, seed: int
 ) -> list[Job]:
     """`count` requests that come at random, `rate` per second on average; the same seed gives the same ones, scaled in
-    time by the rate. Raises InputError: a rate that is not above 0, or no request.
+    time by the rate.
+
+    Raises:
+        InputError: a rate that is not above 0, or no request.
     """
     if not _MIN_RATE <= rate <= 1 / _MIN_RATE:
         remedy = f"the rate must be above 0 requests per second, from {_MIN_RATE:g} to {1 / _MIN_RATE:g}"
@@ -109,7 +112,11 @@ def _job(number: int, line: str, acceptance: Chances | str) -> Job:
 
 
 def parse_acceptance(value: object, field: str = "acceptance") -> Chances | str:
-    """A chance, a list of chances by place, or a name. Raises InputError: a number outside [0, 1] or another thing."""
+    """A chance, a list of chances by place, or a name.
+
+    Raises:
+        InputError: a number outside [0, 1] or another thing.
+    """
     if isinstance(value, str) and value:
         return value
     given = value if isinstance(value, list | tuple) else [value]
@@ -122,7 +129,10 @@ def parse_acceptance(value: object, field: str = "acceptance") -> Chances | str:
 
 def chances_from_bench(raw: object) -> dict[str, dict[str, Chances]]:
     """By drafter and slice, the chances in a result of `foretoken bench`: of each drafter's longest drafts, all
-    temperatures alike. Raises InputError: not such a result.
+    temperatures alike.
+
+    Raises:
+        InputError: not such a result.
     """
     rows = raw.get("rows") if isinstance(raw, Mapping) else None
     if not isinstance(rows, list):
@@ -164,7 +174,11 @@ class SimSetting:
         return f"{self.drafters[0]}-{AUTO if self.num_draft is None else self.num_draft}"
 
     def check_with(self, profile: Profile) -> None:
-        """Refuse drafters whose cost is not known. Raises ConfigError: a drafter that the profile does not know."""
+        """Refuse drafters whose cost is not known.
+
+        Raises:
+            ConfigError: a drafter that the profile does not know.
+        """
         for drafter in self.drafters:
             if drafter not in profile.drafters:
                 names = ", ".join(sorted(profile.drafters)) or "none"
@@ -172,7 +186,11 @@ class SimSetting:
 
 
 def parse_setting(text: str) -> SimSetting:
-    """The setting called `text`: plain, or drafter and number or auto (ngram-5). Raises ConfigError: none of these."""
+    """The setting called `text`: plain, or drafter and number or auto (ngram-5).
+
+    Raises:
+        ConfigError: none of these.
+    """
     drafter, found, number = text.rpartition("-")
     if text == PLAIN:
         return SimSetting()

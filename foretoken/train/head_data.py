@@ -155,7 +155,11 @@ class HeadData:
 def split_documents(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], source: str, held_out_share: float = 0.05
 ) -> HeadData:
-    """Every n-th document is held out, with all that equal it. Raises InputError: fewer than two differ."""
+    """Every n-th document is held out, with all that equal it.
+
+    Raises:
+        InputError: fewer than two differ.
+    """
     with_answer = [(tuple(prompt), tuple(answer)) for prompt, answer in pairs if answer]
     places = {pair: place for place, pair in enumerate(dict.fromkeys(with_answer))}
     if len(places) < 2:

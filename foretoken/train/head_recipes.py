@@ -125,8 +125,10 @@ def usual_training(shape: HeadShape) -> HeadTrainConfig:
 
 def new_head(shape: HeadShape, target: FrozenTarget, counts: Tensor, always: Iterable[int], seed: int) -> Head:
     """A head of `shape` for `target`: an EAGLE head begins as the target's last layer where that fits, others random.
-    The head's vocabulary is counted from `counts` [V], with `always` in it. Raises ConfigError: a shape that the target
-    cannot have.
+    The head's vocabulary is counted from `counts` [V], with `always` in it.
+
+    Raises:
+        ConfigError: a shape that the target cannot have.
     """
     vocabulary, own = most_frequent(counts, shape.draft_vocab_size, always), target.decoder.config
     head = make_head(recipe_of(shape).config(shape, own, len(vocabulary.ids)), vocabulary.to(target.device))

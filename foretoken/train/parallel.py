@@ -25,7 +25,11 @@ class Ranks:
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Which of `count` pieces of a batch this rank computes. Raises ConfigError: they cannot be dealt evenly."""
+        """Which of `count` pieces of a batch this rank computes.
+
+        Raises:
+            ConfigError: they cannot be dealt evenly.
+        """
         if count % self.world:
             remedy = f"must be a multiple of the {self.world} processes; use {self.world}"
             raise ConfigError("accumulate", count, remedy)

@@ -146,8 +146,10 @@ def check_resumed(job: RunJob, target: FrozenTarget, what: Mapping[str, Any]) ->
 def write_manifest(
     job: RunJob, target: FrozenTarget, data: HeadData, what: Mapping[str, Any], result: HeadResult | None
 ) -> None:
-    """Write `run.json`: what was trained (`what`) for whom, on what, how, and what came of it. Raises StorageError: it
-    cannot be written; an earlier one is kept.
+    """Write `run.json`: what was trained (`what`) for whom, on what, how, and what came of it.
+
+    Raises:
+        StorageError: it cannot be written; an earlier one is kept.
     """
     manifest: dict[str, Any] = {
         "foretoken": foretoken.__version__,

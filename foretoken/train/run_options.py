@@ -140,8 +140,10 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def with_settings(config: _Config, settings: Mapping[str, Any], prefix: str = "") -> _Config:
-    """`config` (a frozen dataclass) with the values of `settings`, nested as the dataclasses are. Raises ConfigError:
-    an unknown name, with the nearest known one; or a value of another type.
+    """`config` (a frozen dataclass) with the values of `settings`, nested as the dataclasses are.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest known one; or a value of another type.
     """
     kinds = typing.get_type_hints(type(config))
     changed: dict[str, Any] = {}
@@ -161,7 +163,11 @@ def with_settings(config: _Config, settings: Mapping[str, Any], prefix: str = ""
 
 
 def with_overrides(config: _Config, overrides: Sequence[str]) -> _Config:
-    """`config` with texts such as `loss.kind=tv`. Raises ConfigError: of another form, and as `with_settings` does."""
+    """`config` with texts such as `loss.kind=tv`.
+
+    Raises:
+        ConfigError: of another form, and as `with_settings` does.
+    """
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name:

@@ -22,7 +22,10 @@ from foretoken.train.frozen_target import FrozenTarget
 
 def most_frequent(counts: Tensor, size: int | None, always: Iterable[int] = ()) -> DraftVocabulary:
     """The `size` most frequent tokens of `counts` [V] (None: all), those of `always` (ends of text, special tokens)
-    among them. Raises ConfigError: fewer than `always`, or more than the target has.
+    among them.
+
+    Raises:
+        ConfigError: fewer than `always`, or more than the target has.
     """
     total, kept = len(counts), sorted(set(always))
     if size is None or size == total:

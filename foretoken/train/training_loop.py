@@ -35,7 +35,11 @@ _META = {"step": int, "seconds": int | float, "config": dict}  # of every state;
 def save_state(
     folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], meta: Mapping[str, Any]
 ) -> None:
-    """Write parameters, the optimisers' state and `meta`, at once. Raises StorageError: an earlier state is kept."""
+    """Write parameters, the optimisers' state and `meta`, at once.
+
+    Raises:
+        StorageError: an earlier state is kept.
+    """
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for index, optimizer in enumerate(optimizers):
         for key, state in optimizer.state_dict()["state"].items():
@@ -54,7 +58,11 @@ def save_state(
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """The `meta` of the state in `folder`, None if there is no state. Raises CheckpointError: truncated or corrupt."""
+    """The `meta` of the state in `folder`, None if there is no state.
+
+    Raises:
+        CheckpointError: truncated or corrupt.
+    """
     path = folder / STATE_WEIGHTS
     if not path.exists():
         return None
@@ -71,8 +79,10 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 def check_same(earlier: Mapping[str, Any], own: Mapping[str, Any], folder: Path, prefix: str = "") -> None:
     """Compare settings of the run in `folder`, or the shape that it trains, with those of the run that would continue
-    it, both as JSON has them: weights of the same sizes may be those of another network. Raises ConfigError: names what
-    differs.
+    it, both as JSON has them: weights of the same sizes may be those of another network.
+
+    Raises:
+        ConfigError: names what differs.
     """
     for name, now in own.items():
         before = earlier.get(name, now)  # an earlier version may know less
@@ -84,7 +94,11 @@ def check_same(earlier: Mapping[str, Any], own: Mapping[str, Any], folder: Path,
 
 
 def restore_state(folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Load what `save_state` wrote. Raises CheckpointError: it is the state of a model of another shape."""
+    """Load what `save_state` wrote.
+
+    Raises:
+        CheckpointError: it is the state of a model of another shape.
+    """
     path = folder / STATE_WEIGHTS
     tensors = load_file(path)
     with torch.no_grad():

@@ -181,7 +181,10 @@ def rescore(
     chunk_tokens: int = 256,
 ) -> Iterator[ScoredRows]:
     """Score every output token again, `chunk_tokens` rows of the target at a time; the cache is free again when the
-    iterator ends or is closed. Raises CapacityError, NumericsError: as `Rescoring.advance`.
+    iterator ends or is closed.
+
+    Raises:
+        CapacityError, NumericsError: as `Rescoring.advance`.
     """
     scoring = Rescoring(target, prompt_ids, output_ids, params, processors)
     try:

@@ -52,7 +52,11 @@ class KnownCosts:
 
 
 def check_mode(profile: object) -> str:
-    """`auto`, `off`, `measure`, or the path of an existing file, as text. Raises ConfigError: anything else."""
+    """`auto`, `off`, `measure`, or the path of an existing file, as text.
+
+    Raises:
+        ConfigError: anything else.
+    """
     if isinstance(profile, str | Path) and (str(profile) in MODES or os.path.isfile(profile)):
         return str(profile)
     remedy = f"use {', '.join(MODES)}, or an existing file that `foretoken bench profile --out DIR` wrote"

@@ -55,8 +55,10 @@ def load_profile(path: Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile so that a concurrent reader of `path` finds the old file or the new one, never half of it. Raises
-    StorageError: the folder cannot be made or written.
+    """Write a profile so that a concurrent reader of `path` finds the old file or the new one, never half of it.
+
+    Raises:
+        StorageError: the folder cannot be made or written.
     """
     check_folder(path.parent)
     replace_text("profile", path, json.dumps(profile.as_dict(), indent=1, allow_nan=False) + "\n")

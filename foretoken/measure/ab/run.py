@@ -154,8 +154,10 @@ class AbSide:
 
     def ask(self, question: Question) -> Observed:
         """The answer to one question, timed; a failure is kept in it. An engine in this process has forgotten earlier
-        answers by then: both sides may be one, and the other side has just answered the same. Raises UnavailableError:
-        so many answers in a row failed that there is nothing to compare.
+        answers by then: both sides may be one, and the other side has just answered the same.
+
+        Raises:
+            UnavailableError: so many answers in a row failed that there is nothing to compare.
         """
         self.side.backend.reset()
         began = time.perf_counter()

@@ -86,8 +86,10 @@ def known_rounds(
     tokenizer: Tokenizer,
     folder: Path,
 ) -> tuple[AnswerRounds, float]:
-    """The rounds of a lookup on an answer, and the seconds that it drafted in each of them on average. Raises
-    ForetokenError: the drafter cannot be made.
+    """The rounds of a lookup on an answer, and the seconds that it drafted in each of them on average.
+
+    Raises:
+        ForetokenError: the drafter cannot be made.
     """
     model = _KnownText((*prompt_ids, *answer_ids), 1 + max(*prompt_ids, *answer_ids, tokenizer.vocab_size - 1))
     group, key = DrafterGroup(model), drafter_key(candidate.spec)

@@ -59,7 +59,11 @@ def memory_rows(
     prompt_tokens: int,
     device: torch.device,
 ) -> list[MemoryRow]:
-    """A row for each candidate. Raises ModelError: shapes that do not follow from the files."""
+    """A row for each candidate.
+
+    Raises:
+        ModelError: shapes that do not follow from the files.
+    """
     target = shape_of(model_folder(options.target), options.target, options.dtype, device.type, options.weights)
     context = min(prompt_tokens + options.max_tokens, target.max_context_tokens)
     load = Load(options.loads[-1], context, 0)

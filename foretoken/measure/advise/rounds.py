@@ -89,7 +89,11 @@ def read_rounds(values: Mapping[str, Any]) -> AnswerRounds:
 
 
 def answered(found: Sequence[AnswerRounds], num_prompts: int) -> list[AnswerRounds]:
-    """Those of the answers that went on behind their first token. Raises InputError: none did."""
+    """Those of the answers that went on behind their first token.
+
+    Raises:
+        InputError: none did.
+    """
     kept = [one for one in found if one.rounds]
     if not kept:
         remedy = "answers to all of them end with their first token: give others, --chat, or leave out --stop-at-eos"

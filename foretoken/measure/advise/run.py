@@ -111,7 +111,10 @@ def measured(
     machines: Sequence[Machine] = (),
 ) -> Measured:
     """Everything that the answer is made of, of candidates that can be loaded; those that cannot are kept with the
-    reason. Raises ForetokenError: a target that cannot be used, or a failing engine.
+    reason.
+
+    Raises:
+        ForetokenError: a target that cannot be used, or a failing engine.
     """
     device = open_device(options.device)
     budget = budget_of(options, device)  # what is free before the target is loaded, which is planned with the rest

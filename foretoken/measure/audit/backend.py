@@ -65,7 +65,11 @@ class BackendSession:
         together: bool = False,
         backend: AnsweringBackend | None = None,
     ) -> list[Answer]:
-        """Answers to questions, one by one or several at once. Raises ForetokenError: an answer failed."""
+        """Answers to questions, one by one or several at once.
+
+        Raises:
+            ForetokenError: an answer failed.
+        """
         asked = backend or self.backend
 
         def answer(question: Question) -> Answer:
@@ -120,8 +124,11 @@ def not_asked(name: str, where: str, why: str) -> Check:
 
 
 def questions_of(prompts: Sequence[Prompt], options: BackendAuditOptions, backend: AnsweringBackend) -> list[Question]:
-    """The audit's prompts as questions. Raises InputError: token ids, a message that is no plain text or calls tools,
-    or a conversation where the backend renders none.
+    """The audit's prompts as questions.
+
+    Raises:
+        InputError: token ids, a message that is no plain text or calls tools, or a conversation where the backend
+            renders none.
     """
     return [_question(prompt, options, backend) for prompt in prompts[: options.num_prompts]]
 

@@ -56,7 +56,11 @@ class Judge:
         self.llm.close()
 
     def prompt_ids(self, name: str, question: Question) -> list[int]:
-        """Token ids of what is asked, called `name`. Raises InputError: no room for it and its answer."""
+        """Token ids of what is asked, called `name`.
+
+        Raises:
+            InputError: no room for it and its answer.
+        """
         messages = [{"role": role, "content": content} for role, content in question.messages]
         ids = self.llm.encode_chat(messages) if messages else self.llm.encode(question.text)
         room = self.llm.target.max_context_tokens - question.max_tokens
@@ -64,7 +68,11 @@ class Judge:
         return ids
 
     def check(self, answer: Answer) -> Answer:
-        """An answer whose tokens the target has. Raises InputError: another model answered, with other tokens."""
+        """An answer whose tokens the target has.
+
+        Raises:
+            InputError: another model answered, with other tokens.
+        """
         size = self.llm.target.vocab_size
         if max(answer.token_ids, default=0) >= size:
             held = f"has {size} tokens, and an answer holds token {max(answer.token_ids)}"

@@ -107,7 +107,11 @@ class Session:
     def answers(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], spec: SpecConfig, together: bool = True
     ) -> Run:
-        """Answers to prompts, in one batch or one by one. Raises ForetokenError: an answer failed."""
+        """Answers to prompts, in one batch or one by one.
+
+        Raises:
+            ForetokenError: an answer failed.
+        """
         params = [replace(one, tenant=f"check {self._num_begun} {one.tenant}") for one in params]
         recorder, watchers = Recorder(), self.llm.engine.watchers
         watchers.append(recorder)

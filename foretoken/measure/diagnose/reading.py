@@ -29,8 +29,10 @@ class FileFinding:
 
 
 def open_head_or_finding(folder: Path, target: Path, dtype: str) -> Student | FileFinding:
-    """The head of a folder, or why it cannot be the head of this target. Raises CheckpointError, UnsupportedModelError:
-    files that cannot be read, or a kind of head that is not run here.
+    """The head of a folder, or why it cannot be the head of this target.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: files that cannot be read, or a kind of head that is not run here.
     """
     try:
         return load_head(folder, read_config(target), dtype, target_folder=target).requires_grad_(False)
@@ -45,8 +47,10 @@ def open_head_or_finding(folder: Path, target: Path, dtype: str) -> Student | Fi
 
 
 def open_draft_or_finding(folder: Path, target: Path, dtype: str) -> Student | FileFinding:
-    """The draft model of a folder, or why it cannot draft for this target with its own token ids. Raises
-    CheckpointError, UnsupportedModelError: a checkpoint that cannot be read or does not run in our decoder.
+    """The draft model of a folder, or why it cannot draft for this target with its own token ids.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: a checkpoint that cannot be read or does not run in our decoder.
     """
     own, theirs = load_tokenizer(folder), load_tokenizer(target)
     difference = None if own is None or theirs is None else theirs.same_vocabulary(own)

@@ -82,8 +82,10 @@ class EvalComparison:
 def check_comparable(
     before: EvalResult, settings: Mapping[str, object], drafters: Sequence[str], slices: Sequence[str]
 ) -> None:
-    """Check that results of these settings can be compared with an earlier one, before minutes of work. Raises
-    InputError: a setting that acceptance depends on differs, or no drafter or slice is in both.
+    """Check that results of these settings can be compared with an earlier one, before minutes of work.
+
+    Raises:
+        InputError: a setting that acceptance depends on differs, or no drafter or slice is in both.
     """
     for name, value in settings.items():
         if before.settings.get(name) != value:

@@ -75,8 +75,11 @@ class EvalOptions:
 
     @cached_property
     def settings(self) -> tuple[EvalDrafter, ...]:
-        """The drafters with their configurations, each once. Raises ConfigError: an unknown drafter or option, a
-        drafter without the draft that it needs, or one whose acceptance is not at a fixed length.
+        """The drafters with their configurations, each once.
+
+        Raises:
+            ConfigError: an unknown drafter or option, a drafter without the draft that it needs, or one whose
+                acceptance is not at a fixed length.
         """
         found: dict[str, EvalDrafter] = {}
         for choice in parse_drafters(self.drafters):
@@ -144,7 +147,11 @@ class BackendEvalOptions:
             check_temperatures("temperatures", self.temperatures)
 
     def temperatures_for(self, backend: AnsweringBackend) -> tuple[float, ...]:
-        """The temperatures to ask at, each once. Raises InputError: above 0, and it does not sample by a seed."""
+        """The temperatures to ask at, each once.
+
+        Raises:
+            InputError: above 0, and it does not sample by a seed.
+        """
         sampling = backend.capabilities.sampling
         if self.temperatures is None:
             return _TEMPERATURES if sampling else _TEMPERATURES[:1]

@@ -43,7 +43,11 @@ class EvalPrompt:
 
 
 def own_prompts(slices: Sequence[str], per_slice: int) -> list[EvalPrompt]:
-    """Prompts of the library: `per_slice` of each slice. Raises InputError: an unknown slice."""
+    """Prompts of the library: `per_slice` of each slice.
+
+    Raises:
+        InputError: an unknown slice.
+    """
     chosen, _ = prompts_or_library(None, slices, per_slice)
     return [EvalPrompt(one.name, one.slice, one.text, one.prediction) for one in chosen]
 

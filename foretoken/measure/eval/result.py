@@ -118,7 +118,11 @@ class EvalResult:
 
 
 def write_result(found: Mapping[str, Any], path: Path) -> None:
-    """Write the object of a result, replacing the file at once. Raises StorageError: the file cannot be written."""
+    """Write the object of a result, replacing the file at once.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
     replace_text("out", path, to_json(found, indent=1) + "\n")
 
 
@@ -155,7 +159,11 @@ def _result(found: Mapping[str, Any]) -> EvalResult:
 
 
 def sample_of(found: Mapping[str, Any], unknown: Sequence[str] = _MAY_BE_UNKNOWN) -> EvalSample:
-    """One written answer; the counts `unknown` may be None. Raises KeyError, TypeError, ValueError: it is none."""
+    """One written answer; the counts `unknown` may be None.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
     for name in ("drafter", "slice", "prompt", "rule"):
         _check(found[name], str, name)
     _check(found["temperature"], float, "temperature")

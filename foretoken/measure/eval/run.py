@@ -35,8 +35,10 @@ _REMEDY = "acceptance cannot be measured; ask an engine that reports them with i
 
 
 def open_llm(options: EvalOptions) -> LLM:
-    """The engine with the target; costs of steps are not measured, because drafts have a fixed length. Raises
-    ForetokenError: a model that cannot be used.
+    """The engine with the target; costs of steps are not measured, because drafts have a fixed length.
+
+    Raises:
+        ForetokenError: a model that cannot be used.
     """
     return LLM(
         options.target,
@@ -51,7 +53,10 @@ def open_llm(options: EvalOptions) -> LLM:
 
 def plan(options: EvalOptions, prompts: Sequence[EvalPrompt]) -> list[tuple[EvalPrompt, EvalDrafter, float]]:
     """What to run, prompt by prompt. A drafter that needs a prediction runs on the prompts that have one. With a price
-    plain decoding runs too, to be compared with. Raises InputError: a drafter for which there is no prompt.
+    plain decoding runs too, to be compared with.
+
+    Raises:
+        InputError: a drafter for which there is no prompt.
     """
     for drafter in options.settings:
         if drafter.needs_prediction and all(prompt.prediction is None for prompt in prompts):
@@ -114,8 +119,10 @@ class EvaluationRun(ABC):
 
     @abstractmethod
     def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Measure every job; `tell` receives the name of a drafter before each answer. Raises ForetokenError: it cannot
-        be measured, or there was no answer.
+        """Measure every job; `tell` receives the name of a drafter before each answer.
+
+        Raises:
+            ForetokenError: it cannot be measured, or there was no answer.
         """
 
     def _kept(self, kind: str, **about: Any) -> KeptFile:  # noqa: ANN401 - see `run_of`
@@ -172,8 +179,10 @@ class EvalRun(EvaluationRun):
         self.jobs = plan(options, prompts)
 
     def run(self, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Open the target, read the identities, measure; `tell` receives a drafter's name before each answer. Raises
-        ForetokenError: a model that cannot be used, a prompt that cannot be run, or an answer that failed.
+        """Open the target, read the identities, measure; `tell` receives a drafter's name before each answer.
+
+        Raises:
+            ForetokenError: a model that cannot be used, a prompt that cannot be run, or an answer that failed.
         """
         with open_llm(self.options) as llm:
             fitting(llm, self.prompts, self.options.chat)
@@ -204,7 +213,11 @@ def answer_seed(seed: int, prompt: EvalPrompt) -> int:
 
 
 def identities(options: EvalOptions) -> dict[str, object]:
-    """The hashes of target and drafters' models. Raises ModelError, StorageError: one that cannot be read."""
+    """The hashes of target and drafters' models.
+
+    Raises:
+        ModelError, StorageError: one that cannot be read.
+    """
     known: dict[str, dict[str, str | None]] = {}
 
     def of(name: str) -> dict[str, str | None]:
@@ -234,7 +247,11 @@ class BackendEvalRun(EvaluationRun):
     def __init__(
         self, options: BackendEvalOptions, prompts: Sequence[EvalPrompt], command: str, backend: AnsweringBackend
     ) -> None:
-        """Plan what to ask. Raises InputError: what the backend cannot be asked or does not report; names the field."""
+        """Plan what to ask.
+
+        Raises:
+            InputError: what the backend cannot be asked or does not report; names the field.
+        """
         super().__init__(options, prompts, command)
         self.backend = backend
         self.identity = {"backend": options.source.identity_of(backend)}

@@ -295,7 +295,11 @@ def measure_grid(
 
 
 def restored(line: Mapping[str, Any], settings: Sequence[BatchSetting]) -> BatchSample:
-    """A sample that was written. Raises ValueError, KeyError, TypeError: the line is none of this run's."""
+    """A sample that was written.
+
+    Raises:
+        ValueError, KeyError, TypeError: the line is none of this run's.
+    """
     (setting,) = (setting for setting in settings if setting.name == line["setting"])
     turn = dict(line["turn"])
     answers = tuple(Answered(tuple(one["token_ids"]), one["greedy"], one["num_near_ties"]) for one in turn["answers"])

@@ -68,8 +68,10 @@ class BatchSetting:
 def parse_batch_settings(
     names: Sequence[str], draft: str | None, policies: Policies = NO_POLICIES
 ) -> tuple[tuple[BatchSetting, ...], list[str]]:
-    """The settings of these names, plain always first; notes on settings that this version does not have. Raises
-    ConfigError: an unknown name, or a drafter that needs what a batch does not give it.
+    """The settings of these names, plain always first; notes on settings that this version does not have.
+
+    Raises:
+        ConfigError: an unknown name, or a drafter that needs what a batch does not give it.
     """
     found = {PLAIN: BatchSetting(PLAIN)}
     notes: list[str] = []
@@ -199,7 +201,11 @@ class Stage:
         )
 
     def answer(self, setting: BatchSetting, asks: Sequence[Ask], max_tokens: int, first_place: int = 0) -> Turn:
-        """Answer `asks` as one batch. Raises ForetokenError: an answer failed."""
+        """Answer `asks` as one batch.
+
+        Raises:
+            ForetokenError: an answer failed.
+        """
         self.enter(setting)
         started: set[int] = set()
         all_started_at: float | None = None

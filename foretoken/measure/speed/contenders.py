@@ -47,7 +47,11 @@ class Own:
         return f"{self.setting.name} {self._num_tenants}"
 
     def answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
-        """Answer one prompt alone, timed outside the engine. Raises ForetokenError: it failed, or gave no token."""
+        """Answer one prompt alone, timed outside the engine.
+
+        Raises:
+            ForetokenError: it failed, or gave no token.
+        """
         question = question_of(prompt, params)
         tenant, spec = self._tenant(prompt), self.way.spec_for(question)
         if len(self._answered) > 1:
@@ -183,8 +187,10 @@ def open_others(options: SpeedOptions, stack: ExitStack) -> list[AnsweringBacken
 def other_contenders(
     options: SpeedOptions, backends: Sequence[AnsweringBackend], prompts: Sequence[Prompt]
 ) -> tuple[list[Contender], list[str]]:
-    """Every backend without drafting and with each of its ways; notes on what they cannot be asked. Raises InputError:
-    a kind of drafting that none of them has.
+    """Every backend without drafting and with each of its ways; notes on what they cannot be asked.
+
+    Raises:
+        InputError: a kind of drafting that none of them has.
     """
     numbers = options.peer_num_drafts, options.peer_lookup_num_drafts
     ways = {backend.name: backend.draftings(*numbers) for backend in backends}

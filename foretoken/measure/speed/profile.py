@@ -42,7 +42,11 @@ _CONTEXTS = (32, 128, 512, 2048, 8192)
 def run_profile(
     options: ProfileOptions, command: str = "foretoken bench profile", tell: Tell = lambda _words, _share: None
 ) -> Profile:
-    """Open the target, measure it, return the profile. Raises ForetokenError: a model or drafter cannot be used."""
+    """Open the target, measure it, return the profile.
+
+    Raises:
+        ForetokenError: a model or drafter cannot be used.
+    """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     folder = model_folder(options.target)
@@ -111,7 +115,11 @@ def measure_profile(
 
 
 def write_profile(profile: Profile, folder: Path, name: str) -> Path:
-    """Write `folder/YYYY-MM-DD-name.json`, numbered if there is one. Raises StorageError: it cannot be written."""
+    """Write `folder/YYYY-MM-DD-name.json`, numbered if there is one.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     path = free_path(folder, profile.date, name)
     save_profile(profile, path)
     return path

@@ -48,7 +48,11 @@ class Samples:
         return place in self._places
 
     def add(self, sample: SpeedSample) -> None:
-        """Keep an answer, on disk before this returns. Raises StorageError: the file cannot be written."""
+        """Keep an answer, on disk before this returns.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
         self._keep(sample)
         self._file.append(asdict(sample) | {"setting": sample.setting.name})
 

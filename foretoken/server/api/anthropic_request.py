@@ -143,7 +143,9 @@ class MessagesRequest(TokenCountRequest):
 
 def as_chat(body: TokenCountRequest) -> ChatRequest:
     """The chat request that a message answers; its fields were checked already, those of its blocks are checked here.
-    Raises ApiError: a block, a tool or a field that does not exist here.
+
+    Raises:
+        ApiError: a block, a tool or a field that does not exist here.
     """
     _refuse_features(body)
     form, effort = body.output_format, None
@@ -228,8 +230,11 @@ def _thinking(asked: ThinkingOptions | None) -> dict[str, Any] | None:
 
 def chat_messages(system: str | Sequence[Any] | None, turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a chat. Turns of one role that follow each other are one; blocks of text are joined by line ends;
-    thinking that is sent back is left out. Raises ApiError: a malformed turn, a block of another type, a result of a
-    call that was not made, or a last turn that calls tools.
+    thinking that is sent back is left out.
+
+    Raises:
+        ApiError: a malformed turn, a block of another type, a result of a call that was not made, or a last turn that
+            calls tools.
     """
     chat = _Chat()
     if system:

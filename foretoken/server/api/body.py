@@ -27,8 +27,11 @@ ListOf = Annotated[list[_Item], Field(fail_fast=True)]
 
 
 def read_json(data: bytes) -> Any:  # noqa: ANN401 - any JSON value
-    """The value of a JSON text as UTF-8. Raises ApiError: no JSON; two fields of one name, a byte order mark, NaN or an
-    infinite number, half a surrogate pair; more values than a request needs.
+    """The value of a JSON text as UTF-8.
+
+    Raises:
+        ApiError: no JSON; two fields of one name, a byte order mark, NaN or an infinite number, half a surrogate pair;
+            more values than a request needs.
     """
     _check_counts(data)
     if data.startswith(b"\xef\xbb\xbf"):
@@ -117,7 +120,11 @@ class StrictRequest(Request):
     """A request whose body is read by `read_json`, and only as uncompressed JSON."""
 
     async def body(self) -> bytes:
-        """The body's bytes. Raises ApiError: another content type, or a compressed body."""
+        """The body's bytes.
+
+        Raises:
+            ApiError: another content type, or a compressed body.
+        """
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "unsupported_media_type", "the content type must be application/json")
@@ -129,7 +136,11 @@ class StrictRequest(Request):
             raise final(CLIENT_GONE, "client_gone", "the client closed the connection") from None
 
     async def json(self) -> Any:  # noqa: ANN401 - any JSON value
-        """The body's value. Raises ApiError: see `read_json`."""
+        """The body's value.
+
+        Raises:
+            ApiError: see `read_json`.
+        """
         data = await self.body()
         if len(data) > _IN_THREAD_BYTES:
             return await asyncio.to_thread(read_json, data)

@@ -47,8 +47,10 @@ class Terms:
 
 def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) -> Terms:
     """What a request is checked against. Its scope takes over the name that the body gives it, and the body for the
-    names of fields in errors. Raises ApiError: no requests are taken now, an unknown field where the server is strict,
-    or another model's name.
+    names of fields in errors.
+
+    Raises:
+        ApiError: no requests are taken now, an unknown field where the server is strict, or another model's name.
     """
     info = api.ready_info()
     _notice_unknown(body, api.config)
@@ -60,7 +62,11 @@ def terms_of(api: Api, body: SamplingFields, scope: MutableMapping[str, Any]) ->
 
 
 def chat_call(body: ChatRequest, terms: Terms) -> Call:
-    """The call of a chat request. Raises ApiError: a field that cannot be honoured."""
+    """The call of a chat request.
+
+    Raises:
+        ApiError: a field that cannot be honoured.
+    """
     info = terms.info
     _refuse_chat_features(body)
     if not info.has_tokenizer or not info.has_chat_template:
@@ -90,7 +96,9 @@ def completion_call(
     body: CompletionRequest, terms: Terms, default_max_tokens: int | None = _COMPLETION_MAX_TOKENS
 ) -> Call:
     """The call of a completion request; `default_max_tokens` is for one that names none (None: to the context's end).
-    Raises ApiError: a field that cannot be honoured.
+
+    Raises:
+        ApiError: a field that cannot be honoured.
     """
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "other than n is not supported")
@@ -189,8 +197,10 @@ def _params(
 
 
 def _prompt_logprobs(body: ChatRequest | CompletionRequest, terms: Terms, echoed: int | None = None) -> int | None:
-    """How many alternatives are listed for each token of the prompt: vLLM's field, or as many as `echo` needs. Raises
-    ApiError: too many, or in a stream.
+    """How many alternatives are listed for each token of the prompt: vLLM's field, or as many as `echo` needs.
+
+    Raises:
+        ApiError: too many, or in a stream.
     """
     count = body.prompt_logprobs
     if count is not None and count > terms.config.max_logprobs:
@@ -212,8 +222,10 @@ def _sampling(body: SamplingFields, terms: Terms) -> dict[str, Any]:
 
 def _max_tokens(body: SamplingFields, terms: Terms, named: int | None, default: int | None, num_prompts: int) -> int:
     """The limit of each answer's length, before anything of the size of all answers is made. One that the request does
-    not name is cut to what all answers may have together. Raises ApiError: too many answers, or a named limit that is
-    too long for them.
+    not name is cut to what all answers may have together.
+
+    Raises:
+        ApiError: too many answers, or a named limit that is too long for them.
     """
     config, info = terms.config, terms.info
     n = body.n or 1
@@ -316,8 +328,10 @@ def _refuse_chat_features(body: ChatRequest) -> None:
 
 
 def _template_options(body: ChatRequest, messages: Sequence[Mapping[str, Any]], config: ApiConfig) -> dict[str, Any]:
-    """What the request, and the interface that it came by, tell the chat template. Raises ApiError: a name that is not
-    on the list, or a message is to be continued and an answer begun.
+    """What the request, and the interface that it came by, tell the chat template.
+
+    Raises:
+        ApiError: a name that is not on the list, or a message is to be continued and an answer begun.
     """
     given = dict(body.chat_template_kwargs or {})
     for name, value in given.items():
@@ -343,7 +357,11 @@ def _template_options(body: ChatRequest, messages: Sequence[Mapping[str, Any]], 
 
 
 def _notice_unknown(body: SamplingFields, config: ApiConfig) -> None:
-    """Warn once of each unknown field, or refuse it. Raises ApiError: a field is unknown and the server is strict."""
+    """Warn once of each unknown field, or refuse it.
+
+    Raises:
+        ApiError: a field is unknown and the server is strict.
+    """
     parts = [body, *(value for value in vars(body).values() if isinstance(value, BaseModel))]
     unknown = [name for part in parts for name in part.model_extra or ()]
     if not unknown:

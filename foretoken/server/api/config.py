@@ -104,7 +104,11 @@ class ApiConfig:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between the events of a stream; 0: none. Raises ConfigError: `granularity` is none of the three."""
+        """Seconds between the events of a stream; 0: none.
+
+        Raises:
+            ConfigError: `granularity` is none of the three.
+        """
         if self.granularity in ("step", "token"):
             return 0.0
         kind, _, number = self.granularity.partition(":")

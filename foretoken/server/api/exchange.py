@@ -57,7 +57,11 @@ class TokenBudget:
         self.num_taken = 0
 
     def take(self, num_tokens: int, config: ApiConfig) -> None:
-        """Reserve for a whole request. Raises ApiError: 429, not enough is free now."""
+        """Reserve for a whole request.
+
+        Raises:
+            ApiError: 429, not enough is free now.
+        """
         max_tokens = config.max_pending_tokens
         if max_tokens is not None and self.num_taken + num_tokens > max_tokens:
             message = f"open requests may write {max_tokens} tokens together, and {self.num_taken} are taken"
@@ -80,7 +84,11 @@ class Api:
     budget: TokenBudget = field(default_factory=TokenBudget)
 
     def ready_info(self) -> ModelInfo:
-        """The served model. Raises ApiError: 503 while no requests are taken."""
+        """The served model.
+
+        Raises:
+            ApiError: 503 while no requests are taken.
+        """
         state, info = self.backend.state, self.backend.info
         if state != "ready" or info is None:
             raise unavailable(state, self.config.retry_after_s)
@@ -115,7 +123,11 @@ class Exchange:
         self._is_finished = False
 
     async def open(self) -> None:
-        """Have the backend queue the call. Raises ApiError: it is refused, or was not queued in time."""
+        """Have the backend queue the call.
+
+        Raises:
+            ApiError: it is refused, or was not queued in time.
+        """
         config, loop = self.api.config, asyncio.get_running_loop()
         num_tokens = self.num_answers * self.call.params.max_tokens
         self.api.budget.take(num_tokens, config)
@@ -134,8 +146,10 @@ class Exchange:
         ]
 
     async def events(self) -> AsyncGenerator[Event]:
-        """The events of the call; every way out of the iteration frees what the call holds. Raises ApiError: an answer
-        failed, a deadline passed, or the engine died.
+        """The events of the call; every way out of the iteration frees what the call holds.
+
+        Raises:
+            ApiError: an answer failed, a deadline passed, or the engine died.
         """
         assert self._generation is not None
         num_open, iterator = self.num_answers, aiter(self._generation)

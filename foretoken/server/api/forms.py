@@ -52,8 +52,10 @@ class StructuredOutputs(ClosedPart):
 
 
 def structure_fields(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> dict[str, str]:
-    """The one field of `SamplingParams` that holds the answer to its form; {} for free text. Raises ApiError: two
-    forms, none in `structured_outputs`, or a schema that cannot be written as JSON.
+    """The one field of `SamplingParams` that holds the answer to its form; {} for free text.
+
+    Raises:
+        ApiError: two forms, none in `structured_outputs`, or a schema that cannot be written as JSON.
     """
     asked = {} if response_format is None else _of_format(response_format)
     if outputs is None:
@@ -73,7 +75,11 @@ def json_form(schema: dict[str, Any] | None, name: str = "answer") -> ResponseFo
 
 
 def json_text(field: str, value: object) -> str:
-    """A value of a request as JSON text. Raises ApiError: too long, or nested too deeply."""
+    """A value of a request as JSON text.
+
+    Raises:
+        ApiError: too long, or nested too deeply.
+    """
     check_size(field, value)
     try:
         return json.dumps(value)
@@ -98,7 +104,9 @@ def check_size(field: str, value: object) -> None:
 
 def json_rule(field: str, schema: dict[str, Any], whitespace: str = WHITESPACE) -> str:
     """A Lark expression for JSON text that fits `schema`, with `whitespace` (a regular expression) between its parts.
-    Raises ApiError: too long, nested too deeply, or one that an answer cannot be held to.
+
+    Raises:
+        ApiError: too long, nested too deeply, or one that an answer cannot be held to.
     """
     check_size(field, schema)
     try:

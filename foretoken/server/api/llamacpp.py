@@ -167,8 +167,10 @@ def _add_state(router: APIRouter, api: Api) -> None:
 
 
 async def _ids(reader: TextReader, parts: Sequence[str | int], add_special: bool = True) -> list[int]:
-    """Token ids of a prompt; what begins every text stands before its first part, if that is a text. Raises ApiError:
-    there are more parts than the context has tokens, or one does not fit.
+    """Token ids of a prompt; what begins every text stands before its first part, if that is a text.
+
+    Raises:
+        ApiError: there are more parts than the context has tokens, or one does not fit.
     """
     most = reader.api.ready_info().max_model_len
     parts = [part for place, part in enumerate(parts) if part != "" or place == 0]

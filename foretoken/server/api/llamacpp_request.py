@@ -135,7 +135,11 @@ class TokensRequest(RequestPart):
 
 
 def prompts_of(prompt: object) -> tuple[list[list[str | int]], bool]:
-    """Each prompt as its parts, and whether the answer is a list. Raises ApiError: none, or pictures or sounds."""
+    """Each prompt as its parts, and whether the answer is a list.
+
+    Raises:
+        ApiError: none, or pictures or sounds.
+    """
     if isinstance(prompt, list) and prompt and not _is_one(prompt):
         return [_parts(one) for one in prompt], True
     return [_parts(prompt)], False
@@ -167,8 +171,10 @@ def defaults(config: ApiConfig) -> dict[str, float]:
 def as_completion(
     body: LlamaFields, prompts: Sequence[Sequence[int]], bias: Mapping[int, float], config: ApiConfig
 ) -> CompletionRequest:
-    """The completion request that answers these prompts, with the biases by token id. Raises ApiError: a field that
-    does not exist here and would change the answer.
+    """The completion request that answers these prompts, with the biases by token id.
+
+    Raises:
+        ApiError: a field that does not exist here and would change the answer.
     """
     _refuse(body)
     given = {name: getattr(body, name) for name in SamplingFields.model_fields}

@@ -20,15 +20,19 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # Open
 
 
 def checked_messages(messages: Sequence[dict[str, Any]], template_roles: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages with their parts of text joined; `template_roles` are those that the chat template names. Raises
-    ApiError: a message without content, with a role that nobody knows, or with parts that are not text.
+    """The messages with their parts of text joined; `template_roles` are those that the chat template names.
+
+    Raises:
+        ApiError: a message without content, with a role that nobody knows, or with parts that are not text.
     """
     return [_checked(f"messages.{place}", message, template_roles) for place, message in enumerate(messages)]
 
 
 def checked_role(param: str, role: object, template_roles: Sequence[str]) -> str:
-    """The role of a message. Most templates write whatever they are given, which a model has never seen. Raises
-    ApiError: neither one of `ROLES` nor one that the template names.
+    """The role of a message. Most templates write whatever they are given, which a model has never seen.
+
+    Raises:
+        ApiError: neither one of `ROLES` nor one that the template names.
     """
     if not isinstance(role, str) or (role not in ROLES and role not in template_roles):
         more = [name for name in template_roles if name not in ROLES]
@@ -65,8 +69,10 @@ def _part(param: str, part: object) -> str:
 
 
 def structure_of(body: SamplingFields, info: ModelInfo) -> Mapping[str, Any]:
-    """Fields of `SamplingParams` that hold the answer to a structure. Raises ApiError: a format that does not exist,
-    contradicts another field, or that this server does not have.
+    """Fields of `SamplingParams` that hold the answer to a structure.
+
+    Raises:
+        ApiError: a format that does not exist, contradicts another field, or that this server does not have.
     """
     form = structure_fields(body.response_format, _outputs(body))
     if form and not info.has_tokenizer:
@@ -96,7 +102,11 @@ def _outputs(body: SamplingFields) -> StructuredOutputs | None:
 
 
 def tools_of(body: ChatRequest, info: ModelInfo) -> list[dict[str, Any]] | None:
-    """The tools that the chat template lists, if any may be called. Raises ApiError: the model takes none of them."""
+    """The tools that the chat template lists, if any may be called.
+
+    Raises:
+        ApiError: the model takes none of them.
+    """
     if not _called(body, info).functions:
         return None
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]

@@ -185,7 +185,11 @@ def tokenization_router(api: Api) -> APIRouter:
 
 
 def _info(api: Api) -> ModelInfo:
-    """The served model, which has a tokenizer. Raises ApiError: it has none, or is not loaded."""
+    """The served model, which has a tokenizer.
+
+    Raises:
+        ApiError: it has none, or is not loaded.
+    """
     info = api.ready_info()
     if not info.has_tokenizer:
         raise unsupported("model", "has no tokenizer; give token ids to /v1/completions")

@@ -147,12 +147,20 @@ class ShowRequest(RequestPart):
 
 
 def as_chat(body: OllamaChat) -> ChatRequest:
-    """The chat request that `/api/chat` answers. Raises ApiError: a message or an option that does not exist here."""
+    """The chat request that `/api/chat` answers.
+
+    Raises:
+        ApiError: a message or an option that does not exist here.
+    """
     return _chat(body, _messages(body.messages), body.tools)
 
 
 def as_prompted_chat(body: OllamaGenerate) -> ChatRequest:
-    """The chat request that `/api/generate` answers where the chat template is used. Raises ApiError: see `as_chat`."""
+    """The chat request that `/api/generate` answers where the chat template is used.
+
+    Raises:
+        ApiError: see `as_chat`.
+    """
     _refuse_features(body)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return _chat(body, [*system, {"role": "user", "content": body.prompt}], None)
@@ -222,7 +230,9 @@ def _refuse_features(body: OllamaGenerate) -> None:
 
 def _messages(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a chat. Ollama's results name their call by its order, or by the function; here each has an id.
-    Raises ApiError: images, calls that are none, or a result of no call.
+
+    Raises:
+        ApiError: images, calls that are none, or a result of no call.
     """
     made: list[dict[str, Any]] = []
     waiting = _OpenCalls()

@@ -200,8 +200,10 @@ def _choice(index: int, text: str, finish_reason: str | None = None) -> dict[str
 
 
 async def with_suffix(api: Api, body: CompletionRequest, terms: Terms) -> CompletionRequest:
-    """The request with its suffix among the token ids of each prompt. Raises ApiError: the model has no tokens for it,
-    or the prompt is echoed, which has no meaning here.
+    """The request with its suffix among the token ids of each prompt.
+
+    Raises:
+        ApiError: the model has no tokens for it, or the prompt is echoed, which has no meaning here.
     """
     if not body.suffix:
         return body
@@ -214,8 +216,10 @@ async def with_suffix(api: Api, body: CompletionRequest, terms: Terms) -> Comple
 
 
 async def fill_ids(reader: TextReader, info: ModelInfo, prefix: str | Sequence[int], suffix: str) -> list[int]:
-    """The prompt after which the model writes what stands between two texts. Raises ApiError: the model has no tokens
-    for it, or a text does not fit.
+    """The prompt after which the model writes what stands between two texts.
+
+    Raises:
+        ApiError: the model has no tokens for it, or a text does not fit.
     """
     if info.fim_tokens is None:
         raise unsupported("suffix", "the model has no tokens for a text in the middle; leave it out")

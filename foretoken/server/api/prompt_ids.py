@@ -32,7 +32,11 @@ class TextReader:
             raise of_length(error, context, self.max_tokens)
 
     async def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text. Raises ApiError: it does not fit."""
+        """Token ids of a text.
+
+        Raises:
+            ApiError: it does not fit.
+        """
         asked = TextToEncode(
             text, add_special_tokens=add_special_tokens, tenant=self.tenant, must_fit=self.terms is not None
         )

@@ -169,8 +169,10 @@ def left_out(body: ResponsesRequest) -> list[str]:
 
 def as_chat(body: ResponsesRequest, template_roles: Sequence[str]) -> ChatRequest:
     """The chat request that a response answers; its fields were checked already, those of `input` are checked here.
-    `template_roles` are those that the chat template names. Raises ApiError: a field that needs state between requests,
-    or that does not exist here.
+    `template_roles` are those that the chat template names.
+
+    Raises:
+        ApiError: a field that needs state between requests, or that does not exist here.
     """
     _refuse_state(body)
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}

@@ -22,8 +22,10 @@ _ALIASES = {
 
 def spec_of(body: SamplingFields, info: ModelInfo, config: ApiConfig) -> SpecConfig:
     """The configuration that a request runs with. Where nobody drafts, how much and under which rule has no effect; the
-    response's report says so. Raises ApiError: a drafter that this server does not have, names that contradict each
-    other, a rule that is refused.
+    response's report says so.
+
+    Raises:
+        ApiError: a drafter that this server does not have, names that contradict each other, a rule that is refused.
     """
     asked = body.spec or SpecFields()
     num_draft, wants_none, spec = _num_draft(body, asked), _wants_none(asked), info.default_spec

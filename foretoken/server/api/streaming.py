@@ -153,8 +153,10 @@ class EventStream(Response):
         self._sent_s, self._is_silent = asyncio.get_running_loop().time(), False  # when something was sent last
 
     async def start(self, receive: Receive) -> None:
-        """Wait for the first event, or until a comment must be sent. Raises ApiError: the call failed before its first
-        event, or the client left.
+        """Wait for the first event, or until a comment must be sent.
+
+        Raises:
+            ApiError: the call failed before its first event, or the client left.
         """
         feeder, watcher = asyncio.create_task(self._feed()), asyncio.create_task(hung_up(receive))
         self._tasks = [feeder, watcher]

@@ -95,7 +95,9 @@ class Callables:
 
 def callables(tools: Sequence[Tool] | None, choice: ToolChoice | None, style: ToolStyle | None) -> Callables:
     """What `tools` and `tool_choice` come to; none without tools and for `tool_choice` "none", whatever the template.
-    Raises ApiError: contradictory fields, too long schemas, or a chat template that takes no tools (`style` None).
+
+    Raises:
+        ApiError: contradictory fields, too long schemas, or a chat template that takes no tools (`style` None).
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -135,8 +137,10 @@ def held_form(called: Callables, style: ToolStyle, is_parallel: bool, form: Mapp
 
 
 def template_message(param: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: arguments of earlier calls as objects, not as JSON text. Raises ApiError: a
-    call without a name, or arguments that are no text.
+    """A message as chat templates read it: arguments of earlier calls as objects, not as JSON text.
+
+    Raises:
+        ApiError: a call without a name, or arguments that are no text.
     """
     if not message.get("tool_calls"):
         return {name: value for name, value in message.items() if name != "tool_calls"}

@@ -63,7 +63,11 @@ class AnswerWriter(ABC):
         return ()
 
     async def answer(self, request: Request) -> Response:
-        """Run the call and respond. Raises ApiError: it was refused, or failed before anything was sent."""
+        """Run the call and respond.
+
+        Raises:
+            ApiError: it was refused, or failed before anything was sent.
+        """
         exchange = self.exchange
         try:
             if exchange.is_stream:
@@ -89,8 +93,10 @@ class AnswerWriter(ABC):
         return made
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The events of a stream, encoded. Every way out frees what the call holds. Raises ApiError: see
-        `Exchange.events`.
+        """The events of a stream, encoded. Every way out frees what the call holds.
+
+        Raises:
+            ApiError: see `Exchange.events`.
         """
         has_begun = False
         try:

@@ -70,8 +70,10 @@ class KeyRing:
 
 
 def key_ring(config: GuardConfig) -> KeyRing:
-    """The keys of a configuration. Raises ConfigError: a key that is malformed, or given twice; StorageError: the file
-    of keys cannot be read.
+    """The keys of a configuration.
+
+    Raises:
+        ConfigError: a key that is malformed, or given twice; StorageError: the file of keys cannot be read.
     """
     keys = []
     if config.api_key is not None:
@@ -133,8 +135,10 @@ def _hashed(token: object, where: str, identity: Identity) -> ApiKey:
 
 
 def refuse_public_bind(host: str, keys: KeyRing, insecure: bool) -> None:
-    """Call before listening on `host`. Raises ConfigError: others than this machine can reach it, there is no key, and
-    `insecure` does not allow that.
+    """Call before listening on `host`.
+
+    Raises:
+        ConfigError: others than this machine can reach it, there is no key, and `insecure` does not allow that.
     """
     if not is_loopback(host) and keys.is_open and not insecure:
         remedy = (

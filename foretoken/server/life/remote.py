@@ -49,8 +49,10 @@ class RemoteBackend:
         return [pending.fingerprint for pending in self._pending.values() if pending.fingerprint]
 
     async def open(self, call: Call, fingerprint: bytes = b"") -> RemoteGeneration:
-        """See `Backend.open`. `fingerprint` is remembered while the call is in flight. Raises WorkerDiedError: the
-        engine's process died meanwhile.
+        """See `Backend.open`. `fingerprint` is remembered while the call is in flight.
+
+        Raises:
+            WorkerDiedError: the engine's process died meanwhile.
         """
         number = next(self._numbers)
         pending = self._send(number, wire.Open(number, call))
@@ -203,7 +205,11 @@ class _Pending:
             self.first.set_exception(error)
 
     async def next(self) -> Event | None:
-        """The next event; None at the end. Raises ForetokenError: with which the call ended."""
+        """The next event; None at the end.
+
+        Raises:
+            ForetokenError: with which the call ended.
+        """
         while not self._events:
             if self._has_ended:
                 if self._error is not None:

@@ -99,7 +99,11 @@ class Quarantine:
                     self._asked_again.discard(one)
 
     def check(self, fingerprint: bytes) -> None:
-        """Let a request pass. Raises InputError: it was in flight at two deaths."""
+        """Let a request pass.
+
+        Raises:
+            InputError: it was in flight at two deaths.
+        """
         self._forget()
         times = self._deaths.get(fingerprint, ())
         if len(times) >= _DEATHS:
@@ -192,8 +196,11 @@ class Replicas:
         return sum(worker.backend.num_open for worker in self.workers if worker.backend is not None)
 
     async def open(self, call: Call) -> RemoteGeneration:
-        """See `Backend.open`. Raises InputError: the engine died twice while it answered this request; WorkerDiedError:
-        the engine's process died meanwhile.
+        """See `Backend.open`.
+
+        Raises:
+            InputError: the engine died twice while it answered this request; WorkerDiedError: the engine's process died
+                meanwhile.
         """
         backends = self._backends()
         fingerprint = fingerprint_of(call)
@@ -272,7 +279,11 @@ class Replicas:
             worker.kill_now()
 
     def _backends(self) -> dict[int, RemoteBackend]:
-        """The workers that take calls. Raises UnavailableError: there is none."""
+        """The workers that take calls.
+
+        Raises:
+            UnavailableError: there is none.
+        """
         found = {
             worker.number: worker.backend
             for worker in self.workers

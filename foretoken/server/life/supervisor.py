@@ -260,7 +260,11 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls) -> WorkerProcess:
-        """Start a process that waits for its first command. Raises OSError: the system has no room for one."""
+        """Start a process that waits for its first command.
+
+        Raises:
+            OSError: the system has no room for one.
+        """
         ours, theirs = socket.socketpair()
         try:
             process = subprocess.Popen(
@@ -352,7 +356,11 @@ def canary_call(info: ModelInfo) -> Call:
 
 
 async def ask_canary(backend: Backend, info: ModelInfo) -> CanaryAnswer | str:
-    """The answer of a worker, or why there is none. Raises ForetokenError: the worker refuses, or dies."""
+    """The answer of a worker, or why there is none.
+
+    Raises:
+        ForetokenError: the worker refuses, or dies.
+    """
     token_ids: list[int] = []
     logprobs: list[str] = []
     text, failure = "", "the answer did not end"

@@ -173,8 +173,10 @@ Refuse = Callable[[int, str], None]
 
 
 def packed(value: object) -> bytes:
-    """A message, or a list of them, as bytes. Raises OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds
-    a value that msgpack cannot write.
+    """A message, or a list of them, as bytes.
+
+    Raises:
+        OverflowError, UnicodeEncodeError, TypeError, ValueError: it holds a value that msgpack cannot write.
     """
     data = _ENCODER.encode(value)
     if len(data) > MAX_MESSAGE_BYTES:
@@ -227,8 +229,10 @@ class Channel:
         self._unsent: list[bytes] = []
 
     def send(self, message: Command | Message) -> None:
-        """Write a message soon; without effect once the other side is gone. Raises OverflowError, UnicodeEncodeError,
-        TypeError, ValueError: see `packed`.
+        """Write a message soon; without effect once the other side is gone.
+
+        Raises:
+            OverflowError, UnicodeEncodeError, TypeError, ValueError: see `packed`.
         """
         data = packed(message)
         if not self._unsent:
@@ -246,7 +250,10 @@ class Channel:
 
     async def receive(self, refuse: Refuse | None = None) -> Any:  # noqa: ANN401 - of the union
         """The next message; None when the other side has closed or died. One that cannot be read, but tells its call,
-        is passed over where `refuse` takes the call and the reason. Raises EngineError: what came is no message.
+        is passed over where `refuse` takes the call and the reason.
+
+        Raises:
+            EngineError: what came is no message.
         """
         while (data := await self._data()) is not None:
             try:
@@ -354,8 +361,10 @@ def plain(config: SpecConfig | EngineConfig) -> dict[str, Any]:
 
 
 def engine_config_of(values: Mapping[str, Any]) -> EngineConfig:
-    """What an engine is built from, from `plain` values. Raises InputError: a value that cannot be honoured;
-    msgspec.ValidationError: one inside `spec`, `routing` or `adapt`.
+    """What an engine is built from, from `plain` values.
+
+    Raises:
+        InputError: a value that cannot be honoured; msgspec.ValidationError: one inside `spec`, `routing` or `adapt`.
     """
     kinds: dict[str, Any] = {"spec": SpecConfig, "routing": RoutingRules, "adapt": AdaptConfig | bool}
     built = {name: msgspec.convert(values[name], kind) for name, kind in kinds.items() if name in values}

@@ -67,8 +67,10 @@ def connect(path: Path, busy_s: float) -> sqlite3.Connection:
 
 
 def connect_reading(path: Path) -> sqlite3.Connection:
-    """A connection that reads an existing history, also while a server writes to it. Raises StorageError: there is
-    none, or it is of another version.
+    """A connection that reads an existing history, also while a server writes to it.
+
+    Raises:
+        StorageError: there is none, or it is of another version.
     """
     if not path.is_file():
         raise StorageError(f"history: there is no file {path}")
@@ -219,7 +221,9 @@ class History(FiguresWriter):
 
 def acceptance_series(path: Path, alpha: float = acceptance.ALPHA) -> tuple[acceptance.AcceptanceSeries, ...]:
     """Acceptance by day of a history, also while a server writes to it, and whether it has fallen: see `series_of`.
-    Raises StorageError: the file cannot be read, or is damaged.
+
+    Raises:
+        StorageError: the file cannot be read, or is damaged.
     """
     with closing(connect_reading(path)) as connection:
         try:

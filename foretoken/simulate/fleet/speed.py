@@ -32,7 +32,11 @@ class RequestMix:
     chances: Mapping[str, Chances]
 
     def chances_of(self, drafter: str) -> Chances:
-        """Of one drafter. Raises InputError: none are known."""
+        """Of one drafter.
+
+        Raises:
+            InputError: none are known.
+        """
         found = self.chances.get(drafter, self.chances.get(""))
         if found is None:
             raise InputError("acceptance", drafter, "no chances of this drafter are known: name a number, or a slice")
