@@ -35,6 +35,7 @@ FEW_PROMPTS = f"Fewer than {MIN_GROUPS} prompts have no interval: how far others
 _MAX_DRAWS, _MIN_DRAWS = 10_000, 1000
 _MAX_DRAWN = 4_000_000  # groups in all draws together: so many requests need fewer draws, and would take minutes
 _DRAWS_AT_ONCE = 500  # of quantiles: a matrix of draws and values is held
+_MIN_BEYOND = 10  # draws beyond an end of an interval, with fewer of which they do not tell it
 _SEED = 20_150_000
 _MIN_STUDENTISED = 8  # with fewer prompts too many draws hold only two or three different ones, and have no error
 _SAME = 1e-9  # relative error of a ratio, below which all prompts have the same one
@@ -169,7 +170,8 @@ def ratio_interval(counts: Counts) -> Interval | None:
 def difference_interval(first: Counts, second: Counts, paired: bool, tail: float = TAIL) -> Interval | None:
     """The interval of ratio(first) - ratio(second); None for fewer than two groups with a denominator.
 
-    With `paired` row i of both is the same group, and both are drawn together.
+    With `paired` row i of both is the same group, and both are drawn together. Draws of few groups end at their most
+    extreme group: a tail that lies so far out is that of Student's t with the error of the ratios, where it is wider.
     """
     if paired:
         kept = (first[:, 1] > 0) | (second[:, 1] > 0)
@@ -181,7 +183,30 @@ def difference_interval(first: Counts, second: Counts, paired: bool, tail: float
         return None
     ratios = drawn_ratios(first, drawn(len(first))), drawn_ratios(second, drawn(len(second), stream=int(not paired)))
     num_draws = min(map(len, ratios))
-    return expanded_interval(ratios[0][:num_draws] - ratios[1][:num_draws], num_groups, tail)
+    found = expanded_interval(ratios[0][:num_draws] - ratios[1][:num_draws], num_groups, tail)
+    if found is None or _expanded_tail(num_groups, tail, num_groups - 1) * num_draws >= _MIN_BEYOND:
+        return found
+    middle, half = _difference(first, second), student_quantile(1 - tail, num_groups - 1)
+    half *= _difference_error(first, second, paired)
+    return Interval(min(found.low, middle - half), max(found.high, middle + half))
+
+
+def _difference(first: Counts, second: Counts) -> float:
+    return (ratio(first) or 0.0) - (ratio(second) or 0.0)
+
+
+def _difference_error(first: Counts, second: Counts, paired: bool) -> float:
+    """Standard error of ratio(first) - ratio(second), by the delta method."""
+    own, other = _deviations(first), _deviations(second)
+    sides = [own - other] if paired else [own, other]
+    return math.sqrt(sum(len(one) / (len(one) - 1) * float(one @ one) for one in sides))
+
+
+def _deviations(counts: Counts) -> Array:
+    """What each group [n] moves the ratio of totals by; zeros without a denominator."""
+    total = float(counts[:, 1].sum())
+    found: Array = (counts[:, 0] - (ratio(counts) or 0.0) * counts[:, 1]) / total if total else 0.0 * counts[:, 0]
+    return found
 
 
 def _used(counts: Counts) -> Counts:
