@@ -305,7 +305,8 @@ def _mean_test(name: str, moments: Moments, level: float) -> DistributionTest:
     z, skew = moments.excess / deviation, moments.third / deviation**3
     p_value = min(1.0, 2 * min(upper_tail(z, skew), upper_tail(-z, -skew)))
     border = max(quantile(level / 2, skew), quantile(level / 2, -skew))
-    size = (border + quantile(1 - _POWER, 0.0)) * deviation / abs(moments.shift) if moments.shift else math.inf
+    needed = _bent(border + quantile(1 - _POWER, 0.0), skew if name == "surprisal" else 0.0)
+    size = needed * deviation / abs(moments.shift) if moments.shift else math.inf
     smallest = size * moments.distance / moments.num_tokens
     what = (
         f"a temperature off by {size:.1%}"
@@ -316,6 +317,19 @@ def _mean_test(name: str, moments: Moments, level: float) -> DistributionTest:
     return DistributionTest(
         name, moments.num_tokens, f"z = {z:.2f}", p_value, level, smallest, sees, conclusive=abs(skew) <= _MAX_SKEW
     )
+
+
+def _bent(needed: float, skew: float) -> float:
+    """The error, in units in which a small one moves the sum by as many deviations, that moves it by `needed`; infinite
+    where none does.
+
+    A sharper distribution has less variance, so each further step moves the surprisal less: with p to the power
+    1 + e by e * variance - e^2 / 2 * third moment + ...
+    """
+    if skew < 1e-6:  # a flatter one moves it by more
+        return needed
+    rest = 1 - 2 * needed * skew
+    return (1 - math.sqrt(rest)) / skew if rest >= 0 else math.inf
 
 
 def _rank_test(ranks: NDArray[np.int64], level: float) -> DistributionTest:
