@@ -55,10 +55,9 @@ def _kept(options: UrlOptions, model: str, runs: Sequence[UrlRun]) -> KeptFile:
     """
     planned = {"requests": [[asdict(request) for request in run.requests] for run in runs]}
     file = kept_run(options.resume, "bench url", planned, options, model=model)
-    by_setting = {run.setting: run for run in runs}
 
     def restore(line: Mapping[str, Any]) -> None:
-        run = by_setting[line["setting"]]
+        run, *_ = (one for one in runs if one.setting == line["setting"] and not one.is_known)  # a rate may come twice
         run.samples = [UrlSample(**one | {"pieces": list(map(tuple, one["pieces"]))}) for one in line["samples"]]
         run.counters, run.is_known = list(line["counters"]), True
 

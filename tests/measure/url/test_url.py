@@ -251,6 +251,15 @@ def test_a_stopped_run_goes_on_with_the_loads_that_are_missing(fake: Fake, promp
         run_url(replace(options, max_tokens=5))
 
 
+def test_a_rate_that_comes_twice_is_measured_twice_and_resumed(fake: Fake, prompts: Path, tmp_path: Path) -> None:
+    options = options_of(fake, prompts, rates=(500.0, 500.0), requests=3, resume=tmp_path / "kept.jsonl")
+    report = run_url(options)
+    assert len(report.rows) == 2
+    fake.asked.clear()
+    again = run_url(options)
+    assert (again.rows, fake.asked) == (report.rows, [])
+
+
 def test_a_row_for_every_rate(fake: Fake, prompts: Path) -> None:
     report = run_url(options_of(fake, prompts, rates=(500.0, 1000.0), requests=3))
     assert [(row.setting, row.num_ok) for row in report.rows] == [("500/s", 3), ("1000/s", 3)]
