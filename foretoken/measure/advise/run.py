@@ -99,6 +99,18 @@ def recorded_notes(options: AdviseOptions, prompts: Sequence[EvalPrompt]) -> lis
     return found
 
 
+def cut_notes(options: AdviseOptions, lengths: Sequence[int], max_context_tokens: int) -> list[str]:
+    """Where answers behind prompts of these lengths end with the target's context."""
+    count = sum(length + options.max_tokens > max_context_tokens for length in lengths)
+    if not count:
+        return []
+    return [
+        f"{count} of {len(lengths)} answers end before {options.max_tokens} tokens: the target's context of "
+        f"{max_context_tokens} holds no more behind their prompts. The advice is for these shorter answers; give a "
+        "smaller --max-tokens, or shorter prompts."
+    ]
+
+
 def _range(values: Sequence[float]) -> str:
     ends = dict.fromkeys((min(values), max(values)))
     return " to ".join(f"{one:g}" for one in ends)
@@ -137,7 +149,8 @@ def measured(
         about = {"models": models, "files": files, "versions": versions(), "machine": machine()}
         with closing(kept_run(options.resume, "advise", asked, options, without=FREE_TO_CHANGE, **about)) as kept:
             answers, interrupted = _answers(llm, options, usable, prompts, kept, console)
-        notes = [*costs.left_out, *_library_texts(options)]
+        cut = cut_notes(options, lengths, llm.target.max_context_tokens)
+        notes = [*costs.left_out, *_library_texts(options), *cut]
         if costs.prompt_tokens < prompt_tokens:
             notes.append(f"Prompts have {prompt_tokens} tokens, and steps were timed behind {costs.prompt_tokens}.")
         if is_contended(share):

@@ -261,3 +261,10 @@ def test_everything_measured(hard: Path, pair: SimpleNamespace, tmp_path: Path) 
     assert len(report.results["sweep"]) == 8
     assert "Where the figures come from" in (tmp_path / "advice.html").read_text()
     assert report.json_line()
+
+
+def test_an_answer_longer_than_the_context_is_named(
+    advised: Callable[..., Report], hard: Path, pair: SimpleNamespace
+) -> None:
+    report = advised(pair.target, "ngram", prompts=hard, prompts_per_slice=2, max_tokens=5000)
+    assert "2 of 2 answers end before 5000 tokens" in " ".join(report.caveats)

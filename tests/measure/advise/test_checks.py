@@ -14,7 +14,7 @@ from foretoken.measure.advise.cells import MemoryRoom
 from foretoken.measure.advise.costs import LoadCosts
 from foretoken.measure.advise.memory import MemoryRow, memory_advice
 from foretoken.measure.advise.options import AdviseOptions
-from foretoken.measure.advise.run import recorded_notes
+from foretoken.measure.advise.run import cut_notes, recorded_notes
 from foretoken.measure.advise.verdict import Finding, of_pair, of_question
 from foretoken.measure.eval.prompts import prompts_of
 from foretoken.plan.memory import Budget
@@ -103,3 +103,10 @@ def test_requests_that_ask_otherwise_than_the_advice_are_named(tmp_path: Path) -
     assert "ask for 16 to 400 tokens, and the advice is for answers of 128: --max-tokens 20" in length
     assert "a temperature of 0.7, and the advice is for 0: --temperature 0.7" in temperature
     assert recorded_notes(AdviseOptions("t", max_tokens=20, temperature=0.7), prompts) == []
+
+
+def test_answers_that_end_with_the_context_are_named() -> None:
+    options = AdviseOptions("t", max_tokens=100)
+    assert cut_notes(options, [10, 28], 128) == []
+    (note,) = cut_notes(options, [10, 29], 128)
+    assert "1 of 2 answers end before 100 tokens: the target's context of 128" in note
