@@ -146,6 +146,35 @@ def test_a_call_that_is_cut_off_keeps_the_reason() -> None:
     assert reader.message() == {"content": "Now"}
 
 
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("tags", '<tool_call>\n{"name": "f", "argum'),
+        ("tags", "<tool_c"),
+        ("json_arguments", '{"name": "f", "arguments": '),
+        ("json_parameters", '[{"na'),
+    ],
+)
+@pytest.mark.parametrize("end", ["length", "stop"])  # a stop string cuts, too
+def test_the_beginning_of_a_forced_call_is_no_text(style: ToolStyle, text: str, end: str) -> None:
+    for width in (1, 3, len(text)):
+        reader = ToolReader(style, NAMES, only_calls=True)
+        parts = [reader.push(text[place : place + width]) for place in range(0, len(text), width)]
+        assert (*filter(None, parts), reader.finish(end)) == (([], end),)
+        assert reader.message() == {"content": ""}
+
+
+@pytest.mark.parametrize("end", ["length", "stop"])
+def test_a_second_call_without_tags_that_is_cut_off_in_its_beginning_is_dropped(end: str) -> None:
+    second = '{"name": "g", "argu'
+    reader = ToolReader("json_arguments", NAMES)
+    reader.push('[{"name": "f", "arguments": {}}, ' + second)
+    reader.finish(end)
+    message = reader.message()
+    assert message["content"] == (None if end == "length" else second)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ["{}"]
+
+
 def tool(name: str, strict: bool | None = None) -> Tool:
     return Tool(type="function", function=FunctionTool(name=name, strict=strict))
 

@@ -55,6 +55,15 @@ def test_forced_calls_fit_their_schema_streamed_or_not(server: Server, choice: A
     assert server.chat(messages=after, tools=[TOOL], max_completion_tokens=2)["choices"]
 
 
+@pytest.mark.parametrize("fields", [{"max_completion_tokens": 6}, {"stop": ['"name"']}])
+def test_a_forced_call_that_is_cut_off_in_its_beginning_leaves_no_text(server: Server, fields: dict[str, Any]) -> None:
+    asked = {"tools": [TOOL], "tool_choice": "required", **fields}
+    choice = server.chat(**asked)["choices"][0]
+    assert (choice["message"]["content"], choice["message"].get("tool_calls")) == ("", None)
+    assert choice["finish_reason"] == ("length" if "max_completion_tokens" in fields else "stop")
+    assert merged(server.chat(**asked, stream=True)) == ("", [], choice["finish_reason"])
+
+
 def test_strict_functions_and_single_calls_leave_text_free(server: Server) -> None:
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     for fields in ({"tools": [strict]}, {"tools": [TOOL], "parallel_tool_calls": False}):

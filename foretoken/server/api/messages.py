@@ -117,7 +117,7 @@ def shaper_of(body: ChatRequest, info: ModelInfo) -> MessageShaper:
     called, style = _called(body, info), _style(info)
     if not called.functions or style is None:
         return MessageShaper()
-    return ToolReader(style, [function.name for function in called.functions])
+    return ToolReader(style, [function.name for function in called.functions], called.is_forced)
 
 
 def _called(body: ChatRequest, info: ModelInfo) -> Callables:

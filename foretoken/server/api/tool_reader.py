@@ -59,10 +59,13 @@ class MessageShaper:
 
 
 class ToolReader(MessageShaper):
-    """Splits one answer's text into content and calls of the functions in `names`."""
+    """Splits one answer's text into content and calls of the functions in `names`; `only_calls`: the answer is held to
+    calls, and what is none is the beginning of one that was cut off.
+    """
 
-    def __init__(self, style: ToolStyle, names: Collection[str]) -> None:
+    def __init__(self, style: ToolStyle, names: Collection[str], only_calls: bool = False) -> None:
         super().__init__()
+        self._only_calls = only_calls
         self._has_tags, self._names = style == "tags", frozenset(names)
         self._held = ""  # text that is not decided yet
         self._read = self._read_text if self._has_tags else self._read_opening
@@ -101,7 +104,8 @@ class ToolReader(MessageShaper):
         deltas: list[Delta] = []
         while (found := self._read(is_over)) is not None:
             for part in found:
-                _append(deltas, part)
+                if not (self._only_calls and isinstance(part, str)):
+                    _append(deltas, part)
         for delta in deltas:
             self._content += delta.get("content", "")
             for part in delta.get("tool_calls", ()):
@@ -216,8 +220,11 @@ class ToolReader(MessageShaper):
         if head is not None and head[1] in self._names:
             self._held = rest
             return self._begin(head)
-        if not is_over and head is None and _HEAD_PART.fullmatch(rest):
+        may_begin = head is None and _HEAD_PART.fullmatch(rest) is not None
+        if may_begin and not is_over:
             return None
+        if may_begin and self._is_cut and self._num_begun:  # behind a call another one was begun
+            text = ""
         self._held, self._read = text, self._read_plain
         return []
 
