@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, NumericsError, StorageError
+from foretoken.files import replace_text
 from foretoken.heads.base import HeadBatch
 from foretoken.heads.losses import compare, target_logits, weighted_loss
 from foretoken.train.frozen_target import FrozenTarget, StateCache
@@ -222,6 +223,7 @@ class HeadTrainer(TrainingLoop):
             "best": None if self.best is None else asdict(self.best),
             "config": asdict(self.config),
             "data": self.data.train.digest,
+            "held_out": self.data.held_out.digest,
             "shape": self._shape(),
         }
         save_state(self.folder, self.head, self.optimizers, meta)
@@ -241,7 +243,8 @@ class HeadTrainer(TrainingLoop):
         same = {name: value for name, value in asdict(self.config).items() if name not in _FREE}
         del same["loss"]["chunk_rows"]  # of one calculation
         check_same(meta["config"], same, self.folder, "train.")
-        if meta.get("data") != self.data.train.digest:
+        held_out = self.data.held_out.digest
+        if meta.get("data") != self.data.train.digest or meta.get("held_out", held_out) != held_out:
             remedy = "the run there was started with another text; use that or another folder"
             raise ConfigError("out", str(self.folder), remedy)
         check_same(meta.get("shape", {}), self._shape(), self.folder)
@@ -270,7 +273,7 @@ class HeadTrainer(TrainingLoop):
                     kept.append(line + "\n")
             except (ValueError, LookupError, TypeError):  # the line that was being written, or none of ours
                 break
-        path.write_text("".join(kept))
+        replace_text("out", path, "".join(kept))  # a full disk leaves the whole curve
 
     def _record(self, row: dict[str, Any]) -> None:
         if not self.ranks.is_first:

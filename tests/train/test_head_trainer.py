@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
@@ -26,7 +27,7 @@ from foretoken.train.head_recipes import BlockShape, EagleShape, HeadShape, Medu
 from foretoken.train.head_trainer import CURVE, HeadTrainer
 from foretoken.train.optimizer import OptimizerConfig
 from foretoken.train.parallel import Ranks, joined_ranks
-from foretoken.train.training_loop import check_same, restore_state
+from foretoken.train.training_loop import check_same, restore_state, save_state
 from tests.train.tiny import CONFIG, SHAPES, VOCABULARY, tiny_target, tiny_text, tiny_trainer
 
 
@@ -272,6 +273,38 @@ def test_a_folder_of_another_run_is_refused(
     tiny_trainer(tmp_path, target).save()
     with pytest.raises(ConfigError, match=error):
         tiny_trainer(tmp_path, target, config=dataclasses.replace(CONFIG, **change))
+
+
+def test_a_run_goes_on_with_its_own_held_out_text(target: FrozenTarget, tmp_path: Path) -> None:
+    """The best head so far was measured on it: another text may change it alone, as one more answer at the end does."""
+    trainer = tiny_trainer(tmp_path, target)
+    trainer.save()
+    other = dataclasses.replace(trainer.data, held_out=TokenText.running(np.arange(1, 40, dtype=np.uint16)))
+    with pytest.raises(ConfigError, match=r"out=.*was started with another text"):
+        HeadTrainer(trainer.head, target, other, CONFIG, tmp_path, trainer.keep)
+    meta = json.loads((tmp_path / "state.json").read_text())
+    del meta["held_out"]  # as earlier versions wrote it
+    save_state(tmp_path, trainer.head, trainer.optimizers, meta)
+    HeadTrainer(trainer.head, target, other, CONFIG, tmp_path, trainer.keep)
+
+
+def test_a_full_disk_leaves_the_whole_curve(
+    target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run writes it anew, without what came after the last save."""
+    tiny_trainer(tmp_path, target).save()
+    curve = '{"step": 0}\n{"step": 5}\n'
+    (tmp_path / CURVE).write_text(curve)
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.open("wb").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StorageError, match=rf"cannot write .*{CURVE}"):
+        tiny_trainer(tmp_path, target)
+    assert (tmp_path / CURVE).read_text() == curve
 
 
 def test_answers_that_are_shorter_than_a_draft_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
