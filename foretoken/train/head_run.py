@@ -8,7 +8,6 @@ again for every round of training.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from foretoken.errors import ConfigError, MismatchError, StorageError, UnsupportedModelError
+from foretoken.errors import ConfigError, MismatchError, UnsupportedModelError
 from foretoken.heads.base import Head
 from foretoken.heads.checkpoint import load_head, open_head, save_head
 from foretoken.heads.kind import head_kind
@@ -295,14 +294,7 @@ def _start(job: DraftJob, target: ModelConfig) -> Decoder:
 
 
 def _save(decoder: Decoder, folder: Path, target: Path) -> None:
-    """Write the checkpoint beside its final name, and rename it."""
-    beside = folder.with_name(folder.name + ".partial")
+    """Write the checkpoint over an earlier one, which stays whole until every file is written."""
     copy = Decoder(decoder.config)
     copy.load_state_dict(decoder.state_dict())
-    try:
-        shutil.rmtree(beside, ignore_errors=True)
-        save_checkpoint(copy.to(device="cpu", dtype=torch.bfloat16), copy.config, beside, tokenizer_folder=target)
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
-    except OSError as error:
-        raise StorageError(f"cannot write {folder}: {error}") from error
+    save_checkpoint(copy.to(device="cpu", dtype=torch.bfloat16), copy.config, folder, tokenizer_folder=target)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from foretoken.heads.checkpoint import load_head
 from foretoken.heads.kind import head_kind
 from foretoken.model.loader import load_decoder, read_config
 from foretoken.model.saving import save_checkpoint
+from foretoken.train import head_run
 from foretoken.train.answers import answered_data, folder_fingerprint, placed_prompts, read_answers
 from foretoken.train.frozen_target import fast_precision
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer
@@ -230,6 +233,36 @@ def test_a_draft_model_that_cannot_be_trained_or_written_is_refused_at_once(
     with pytest.raises(error, match=named):
         run(*common, "--init", tmp_path / "draft")
     assert not (tmp_path / "out" / "run.json").exists()  # training had not begun
+
+
+def test_the_best_draft_model_is_there_whenever_a_run_is_killed(
+    folder: Path, answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was removed before its successor took its name, and a kill in between left none, or a part of one."""
+    words = ("draft", "--target", folder / "target", "--answers", answered, "--out", tmp_path, *SMALL)
+    words = (*words, "--set", "train.num_places=2", "--set", "model.hidden_size=32")
+    run(*words)
+    model, seen = tmp_path / "model", []
+    files = {path.name for path in model.iterdir()}
+
+    def watched(name: str) -> None:
+        change = getattr(os, name)
+
+        def changed(*given: Any, **more: Any) -> Any:
+            result = change(*given, **more)
+            seen.append(files - set(os.listdir(model) if model.is_dir() else ()))
+            return result
+
+        monkeypatch.setattr(os, name, changed)
+
+    for name in ("rename", "replace", "unlink", "rmdir"):
+        watched(name)
+    head_run._save(load_decoder(model, dtype="float32", pack=False), model, folder / "target")
+    monkeypatch.undo()
+    assert seen
+    assert not any(seen)
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(("model", "."))} == {"model"}
+    assert {path.name for path in model.iterdir()} == files
 
 
 def test_a_manifest_that_cannot_be_written_leaves_the_earlier_one(
