@@ -141,6 +141,8 @@ def check_resumed(job: RunJob, target: FrozenTarget, what: Mapping[str, Any]) ->
         remedy = f"the run in {job.out} was started for another target, {known.get('name')}; use another folder"
         raise ConfigError("target", job.target, remedy)
     check_same(earlier, {name: what[name] for name in ("init", "on_policy") if name in what}, job.out)
+    settings = earlier.get("settings")  # the share decides which text is trained on, whose change says less
+    check_same(settings if isinstance(settings, dict) else {}, {"held_out_share": job.settings.held_out_share}, job.out)
 
 
 def write_manifest(

@@ -175,6 +175,8 @@ def test_a_run_goes_on_for_its_own_target_and_from_its_own_beginning(
     run(*words, "--out", tmp_path / "first")
     with pytest.raises(ConfigError, match=r"init=.*was started with None"):
         run(*words, "--out", tmp_path / "first", "--init", tmp_path / "first" / "head")
+    with pytest.raises(ConfigError, match=r"held_out_share=0\.2.*was started with 0\.05"):
+        run(*words, "--out", tmp_path / "first", "--set", "held_out_share=0.2")
     other = tmp_path / "other"
     shutil.copytree(folder / "target", other)
     decoder = load_decoder(other, dtype="float32", pack=False)
