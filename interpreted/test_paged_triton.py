@@ -18,7 +18,7 @@ from foretoken.model.attention import fused
 from foretoken.model.attention.fused import numbers_of, work_of
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.attention.strict import PathAttention
-from foretoken.model.graphs.shape import StepShape
+from foretoken.model.graphs.cache import StepShape
 from foretoken.model.interface import Segment
 from foretoken.model.loader import load_decoder
 from foretoken.model.paged import PagedModel

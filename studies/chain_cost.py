@@ -24,10 +24,10 @@ from foretoken.config import SamplingParams, SpecConfig
 from foretoken.core import Batch, BatchEntry, Request
 from foretoken.draft.base import HiddenRows
 from foretoken.draft.eagle import EagleDrafter
+from foretoken.heads.base import DraftVocabulary
 from foretoken.heads.config import EagleConfig, default_taps
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.heads.weights import pack
 from foretoken.model.interface import Segment
 from foretoken.model.matrices.quant import head_format

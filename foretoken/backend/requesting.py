@@ -108,8 +108,7 @@ def requester_of(backend: AnsweringBackend, drafting: Drafting) -> Requester:
     """What asks a backend with the most fields that it takes."""
     from foretoken.backend.http import HttpBackend
     from foretoken.backend.http_requests import HttpRequester
-    from foretoken.backend.local_answers import LocalAnswers
-    from foretoken.backend.local_requests import LocalRequester
+    from foretoken.backend.local_answers import LocalAnswers, LocalRequester
 
     if isinstance(backend, HttpBackend):
         return HttpRequester(backend, drafting)

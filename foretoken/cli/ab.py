@@ -1,4 +1,4 @@
-"""`foretoken ab` and `ab-live`: which of two backends is faster, on the same requests or on live traffic."""
+"""`foretoken ab`, `ab-live` and `certify`: two backends compared, by speed and by what they answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import typer
 
 from foretoken.cli.common import JsonOption, fetch_models
 from foretoken.cli.flags import config_from, takes
-from foretoken.cli.measuring import command_line, finish
+from foretoken.cli.measuring import command_line, finish, require_pass
 from foretoken.measure.ab.live import LiveOptions
 from foretoken.measure.ab.options import AbOptions
+from foretoken.measure.certify.options import CertifyOptions
 from foretoken.printing.console import Console
 
 
@@ -37,3 +38,18 @@ def ab_live(context: typer.Context, as_json: JsonOption = False) -> None:
     options = config_from(LiveOptions, context.params)
     found = run_live(options, command_line(), lambda text: Console(stderr=True).line(text))
     finish(write_report(found, options.out, options.name), as_json)
+
+
+@takes(CertifyOptions)
+def certify(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Check whether B, which speculates, gives the answers of A; exit code 5 if a check fails.
+
+    Greedy answers, sampled ones, parameters, stop strings, JSON and calls, log-probabilities, streams and counts.
+    """
+    from foretoken.measure.certify.run import run_certify
+
+    options = config_from(CertifyOptions, context.params)
+    fetch_models(options.target, options.draft)
+    report = run_certify(options, command_line())
+    finish(report, as_json)
+    require_pass("certify", report.results["checks"], report.passed)

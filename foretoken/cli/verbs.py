@@ -52,10 +52,11 @@ VERBS: Mapping[str, VerbSource] = {
     ),
     "diagnose": VerbSource(
         "Say why the acceptance rate of a head or draft model is low, by trying repairs on the target's answers.",
-        "acceptance:diagnose",
+        "advise:diagnose",
     ),
     "acceptance": VerbSource(
-        "Say whether acceptance has fallen over the days that a server has served; exit code 5 if it has."
+        "Say whether acceptance has fallen over the days that a server has served; exit code 5 if it has.",
+        "advise:acceptance",
     ),
     "ab-live": VerbSource(
         "Divide live traffic between two servers by time, and say which is faster; a proxy that clients talk to.",
@@ -67,7 +68,9 @@ VERBS: Mapping[str, VerbSource] = {
         has_engine=False,
     ),
     "certify": VerbSource(
-        "Check whether B, which speculates, gives the answers of A; exit code 5 if a check fails.", has_engine=False
+        "Check whether B, which speculates, gives the answers of A; exit code 5 if a check fails.",
+        "ab:certify",
+        has_engine=False,
     ),
     "plan": VerbSource(
         "Print the memory of weights, caches and a step, and which batch and context fit; exit code 1 if the requested "

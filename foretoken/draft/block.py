@@ -21,9 +21,8 @@ from foretoken.draft.base import Factory
 from foretoken.draft.branches import propose_by_place
 from foretoken.draft.head_drafter import USUAL_TOKENS, StatesDrafter, twin_target
 from foretoken.draft.open_head import open_head
-from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention, admit_blocks
-from foretoken.heads.block_graphs import block_graphs
+from foretoken.heads.block import BlockHead, CachedAttention, admit_blocks
+from foretoken.heads.graphs import block_graphs
 from foretoken.model.interface import LanguageModel, SharesWeights
 from foretoken.model.paged_cache import cache_beside
 from foretoken.transfer import to_device, to_host
@@ -144,7 +143,7 @@ class BlockDrafter(StatesDrafter):
         self, tokens: Tensor, context: Tensor, wanted: Sequence[int], rows: tuple[Sequence[int], list[int], list[int]]
     ) -> tuple[Tensor, Tensor]:
         """States [R, D] and logits [R, V_d] of the slots `wanted`; the context rows are kept. `rows`: see
-        `block_attention.admit_blocks`.
+        `heads.block.admit_blocks`.
         """
         head, cache = self.head, self.cache
         admitted = admit_blocks(cache, *rows, head.config.is_causal)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core import BatchEntry, Draft
 from foretoken.draft.merging import RequestNodes, ragged_draft
-from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.heads.base import DraftVocabulary
 from foretoken.text.randomness import Purpose, uniforms
 from foretoken.text.sampling import draft_probs, without_broken
 from foretoken.transfer import to_device, to_host

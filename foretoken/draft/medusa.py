@@ -24,8 +24,8 @@ from foretoken.draft.lookup_tree import LookupTree, assemble
 from foretoken.draft.merging import merge_drafts
 from foretoken.draft.open_head import open_head
 from foretoken.draft.tree import TreeNode, grow_best_first
+from foretoken.heads.graphs import medusa_graphs
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.medusa_graphs import medusa_graphs
 from foretoken.model.interface import LanguageModel, SharesWeights
 from foretoken.transfer import to_device, to_host
 

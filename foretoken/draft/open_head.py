@@ -21,12 +21,11 @@ from torch import Tensor
 from foretoken.config import QUANTISED, SpecConfig
 from foretoken.draft.base import Factory
 from foretoken.errors import ConfigError, SpeculationWarning, warn
-from foretoken.heads.base import Head, HeadBatch
+from foretoken.heads.base import DraftVocabulary, Head, HeadBatch
 from foretoken.heads.checkpoint import load_head, make_head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.heads.kind import head_kind
 from foretoken.heads.mtp import MtpHead, load_mtp
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.heads.weights import pack
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import LanguageModel, QuantisedModel, Segment, SharesWeights

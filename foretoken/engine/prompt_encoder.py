@@ -11,8 +11,8 @@ from typing import Any
 from foretoken.engine.prompts import Conversation, Message, as_conversation, check_length, text_parts
 from foretoken.errors import InputError, MismatchError
 from foretoken.params import check_text
+from foretoken.text.added_tokens import QuotedSpecials
 from foretoken.text.chat_template import takes_parts, takes_tools
-from foretoken.text.quoted_specials import QuotedSpecials
 from foretoken.text.tokenizer import Tokenizer
 
 _MEDIA = re.compile(r"image|audio|video")  # in the type of a part: image_url, input_audio

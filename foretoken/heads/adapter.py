@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import Head, HeadBatch, Place
+from foretoken.heads.base import DraftVocabulary, Head, HeadBatch, Place
 from foretoken.heads.config import ExitAdapterConfig
 from foretoken.heads.layers import initialise_weights
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layers import MLP, RMSNorm
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, ModelError, StorageError
 from foretoken.files import writing_folder
-from foretoken.heads.base import Head
+from foretoken.heads.base import DraftVocabulary, Head
 from foretoken.heads.config import BlockConfig, EagleConfig, ExitAdapterConfig, HeadConfig, MedusaConfig
 from foretoken.heads.formats.block import CONFIDENCE, CONFIDENCE_BIAS
 from foretoken.heads.formats.eagle import network_name
@@ -30,7 +30,6 @@ from foretoken.heads.formats.pairing import check_note, target_note
 from foretoken.heads.formats.speculators import from_speculators, speculators_json
 from foretoken.heads.kind import head_kind
 from foretoken.heads.kinds import KINDS, kind_of_config
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import HEAD_NOTE, Fields, read_json
 from foretoken.model.loader import open_weights, parse_dtype, stored_dtype

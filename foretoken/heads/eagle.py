@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch, Place, random_rows
+from foretoken.heads.base import FEATURE_WEIGHT, DraftVocabulary, HeadBatch, Place, random_rows
 from foretoken.heads.config import EagleConfig
 from foretoken.heads.layers import (
     HeadAttention,
@@ -32,7 +32,6 @@ from foretoken.heads.layers import (
     initialise_weights,
     layer_parts,
 )
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts, layer_pass

@@ -17,10 +17,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from foretoken.heads.base import DraftVocabulary
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_chain import EagleChain, eagle_chain, embedding_of, output_of
-from foretoken.heads.eagle_graphs import eagle_graphs, likeliest
-from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.heads.graphs import eagle_graphs, likeliest
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.chain_kernel import reach
 from foretoken.model.interface import Segment, SharesWeights

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from foretoken.heads.adapter import ExitAdapter
-from foretoken.heads.base import Head
+from foretoken.heads.base import DraftVocabulary, Head
 from foretoken.heads.block import BlockHead
 from foretoken.heads.config import HeadConfig
 from foretoken.heads.eagle import EagleHead
@@ -20,7 +20,6 @@ from foretoken.heads.formats.block import block_from_json, block_json
 from foretoken.heads.formats.eagle import eagle_from_json, eagle_json
 from foretoken.heads.formats.medusa import medusa_from_json, medusa_json, medusa_vocab_size
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields
 

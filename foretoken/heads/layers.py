@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import Head
+from foretoken.heads.base import DraftVocabulary, Head
 from foretoken.heads.config import BlockConfig, EagleConfig
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layer_pass import LayerParts

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import HeadBatch, Place
-from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.heads.base import DraftVocabulary, HeadBatch, Place
 
 LossKind = Literal["kl", "reverse_kl", "jsd", "tv", "nla", "lk"]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import Head, HeadBatch, Place
+from foretoken.heads.base import DraftVocabulary, Head, HeadBatch, Place
 from foretoken.heads.config import MedusaConfig
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.interface import SharedWeights
 from foretoken.model.layers import Linear
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.heads.base import DraftVocabulary
 from foretoken.heads.config import EagleConfig
 from foretoken.heads.eagle import EagleHead
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.gguf.header import is_gguf
 from foretoken.model.layer_tensors import MtpTensors, mtp_tensors

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError, ConfigError, StorageError, UnsupportedModelError
 from foretoken.files import to_json
-from foretoken.heads.base import HeadBatch
-from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.heads.base import DraftVocabulary, HeadBatch
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.fields import read_json

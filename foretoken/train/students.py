@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import Head, HeadBatch, Place
+from foretoken.heads.base import DraftVocabulary, Head, HeadBatch, Place
 from foretoken.heads.losses import acceptance, same_argmax, target_logits
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import SharedWeights
 from foretoken.train.evaluate import logits_of

@@ -25,8 +25,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestState
 from foretoken.engine.scheduler import SchedulerConfig
 from foretoken.heads.base import Head
-from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention, admit_blocks
+from foretoken.heads.block import BlockHead, CachedAttention, admit_blocks
 from foretoken.heads.medusa import MedusaHead
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.decoder import Decoder

@@ -28,12 +28,11 @@ from foretoken.draft.ngram import NgramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.heads.block import BlockHead
 from foretoken.heads.eagle_cache import CachedEagle
+from foretoken.heads.graphs import MedusaGraphs
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.medusa_graphs import MedusaGraphs
 from foretoken.kernels.paged_work import PagedWork
 from foretoken.model.decoder import Decoder
-from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED, ROWS_AHEAD, StepGraphs
-from foretoken.model.graphs.shape import ROW_BUCKETS, StepShape
+from foretoken.model.graphs.cache import JOINED, MANY_ROWS, REPLAYED, ROW_BUCKETS, ROWS_AHEAD, StepGraphs, StepShape
 from foretoken.model.interface import ForwardOutput, Segment
 from foretoken.model.paged import PagedModel
 from foretoken.model.strict import ExactDeviceModel

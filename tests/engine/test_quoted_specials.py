@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.engine.prompt_encoder import PromptEncoder
 from foretoken.errors import InputError
-from foretoken.text.quoted_specials import QuotedSpecials
+from foretoken.text.added_tokens import QuotedSpecials
 from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import END_OF_TEXT, tiny_tokenizer
 from tests.text.test_tokenizer import byte_fallback

@@ -19,9 +19,9 @@ from foretoken.errors import CheckpointError, ConfigError, StorageError
 from foretoken.export.engines import NEWEST, engine_of, refusal_reason
 from foretoken.export.launch import COUNTERPARTS, Launch, launch_of, plain_launch
 from foretoken.export.write import export_head
+from foretoken.heads.base import DraftVocabulary
 from foretoken.heads.checkpoint import load_head, make_head, save_head
 from foretoken.heads.config import HeadConfig
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.loader import read_config
 from foretoken.model.names import model_folder
 from tests.helpers.checkpoints import tiny_checkpoint

@@ -16,10 +16,9 @@ from foretoken.draft.early_exit import EarlyExitDrafter
 from foretoken.draft.open_head import _other_configs
 from foretoken.errors import CheckpointError, MismatchError
 from foretoken.heads.adapter import ExitAdapter
-from foretoken.heads.base import HeadBatch
+from foretoken.heads.base import DraftVocabulary, HeadBatch
 from foretoken.heads.checkpoint import load_head, save_head
 from foretoken.heads.config import ExitAdapterConfig
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.model.interface import EarlySegment
 from foretoken.model.loader import load_decoder, read_config

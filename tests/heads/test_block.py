@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import FEATURE_WEIGHT, HeadBatch
-from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention, admit_blocks
+from foretoken.heads.base import FEATURE_WEIGHT, DraftVocabulary, HeadBatch
+from foretoken.heads.block import BlockHead, CachedAttention, admit_blocks
 from foretoken.heads.config import BlockConfig
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.interface import SharedWeights

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention, admit_blocks
-from foretoken.heads.block_graphs import BlockGraphs, block_graphs
+from foretoken.heads.block import BlockHead, CachedAttention, admit_blocks
+from foretoken.heads.graphs import BlockGraphs, block_graphs
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.graphs.cache import MANY_ROWS, REPLAYED
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from foretoken.heads import block as block_module
 from foretoken.heads import eagle as eagle_module
-from foretoken.heads.base import Head
-from foretoken.heads.block import BlockHead
-from foretoken.heads.block_attention import CachedAttention, admit_blocks
+from foretoken.heads.base import DraftVocabulary, Head
+from foretoken.heads.block import BlockHead, CachedAttention, admit_blocks
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.heads.weights import pack, replace_weights, weights_of
 from foretoken.model.interface import Segment
 from foretoken.model.open import open_model

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import HeadBatch
+from foretoken.heads.base import DraftVocabulary, HeadBatch
 from foretoken.heads.config import EagleConfig
 from foretoken.heads.eagle import EagleHead
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.rope import inverse_frequencies

@@ -16,7 +16,7 @@ from foretoken import transfer
 from foretoken.errors import ConfigError
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_cache import CachedEagle
-from foretoken.heads.eagle_graphs import EagleGraphs, likeliest
+from foretoken.heads.graphs import EagleGraphs, likeliest
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.graphs import cache
 from foretoken.model.graphs.cache import Step

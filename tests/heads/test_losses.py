@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import Place
+from foretoken.heads.base import DraftVocabulary, Place
 from foretoken.heads.losses import (
     LOSS_KINDS,
     LossConfig,
@@ -17,7 +17,6 @@ from foretoken.heads.losses import (
     same_argmax,
     weighted_loss,
 )
-from foretoken.heads.vocabulary import DraftVocabulary
 
 ROWS, TOKENS = 23, 11
 WHOLE = DraftVocabulary.whole(TOKENS)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.heads.base import HeadBatch
+from foretoken.heads.base import DraftVocabulary, HeadBatch
 from foretoken.heads.config import MedusaConfig
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CapacityError, ConfigError
+from foretoken.heads.graphs import MAX_STATES, medusa_graphs
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.medusa_graphs import MAX_STATES, medusa_graphs
 from foretoken.model.graphs.cache import FAILED, MANY_ROWS, NO_MEMORY, REPLAYED, Step
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE, GraphWarning, NotCaptured
 from foretoken.model.paged import PagedModel

@@ -18,11 +18,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
+from foretoken.heads.base import DraftVocabulary
 from foretoken.heads.checkpoint import make_head, save_head
 from foretoken.heads.config import EagleConfig
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.losses import LossConfig, compare, target_logits
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.decoder import Decoder
 from foretoken.model.loader import read_config

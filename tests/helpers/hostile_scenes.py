@@ -26,7 +26,7 @@ from foretoken.engine.request import GenerateOutput
 from foretoken.engine.stats import RequestStats
 from foretoken.errors import EngineError
 from foretoken.measure.audit.options import AuditOptions
-from foretoken.measure.audit.report import audit_report
+from foretoken.measure.audit.run import audit_report
 from foretoken.measure.checks import Check
 from foretoken.measure.eval.counts import AnswerCounts
 from foretoken.measure.eval.prompts import EvalPrompt

@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.heads.base import DraftVocabulary
 from foretoken.heads.mtp import MtpHead, mtp_config
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.loader import read_config
 from tests.helpers.checkpoints import randomise

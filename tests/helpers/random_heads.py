@@ -8,11 +8,10 @@ import torch
 
 from foretoken.draft.block import BlockDrafter
 from foretoken.draft.medusa import MedusaDrafter
-from foretoken.heads.base import Head
+from foretoken.heads.base import DraftVocabulary, Head
 from foretoken.heads.block import BlockHead
 from foretoken.heads.config import BlockConfig, MedusaConfig
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.interface import SharesWeights
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foretoken.heads.base import Head
+from foretoken.heads.base import DraftVocabulary, Head
 from foretoken.heads.checkpoint import make_head
 from foretoken.heads.config import (
     BlockConfig,
@@ -18,7 +18,6 @@ from foretoken.heads.config import (
     MedusaConfig,
     default_taps,
 )
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.config_json import config_from_hf
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from foretoken.heads.adapter import ExitAdapter
-from foretoken.heads.base import Head
+from foretoken.heads.base import DraftVocabulary, Head
 from foretoken.heads.checkpoint import save_head
 from foretoken.heads.config import EagleConfig, ExitAdapterConfig
 from foretoken.heads.eagle import EagleHead
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.architecture import ModelConfig
 from foretoken.model.loader import read_config
 from tests.helpers.checkpoints import randomise

@@ -16,9 +16,8 @@ from foretoken.model.attention.fused import FusedAttention, numbers_of
 from foretoken.model.attention.paged import PagedAttention
 from foretoken.model.decoder import Decoder
 from foretoken.model.graphs import cache
-from foretoken.model.graphs.cache import CudaCapture, Step
+from foretoken.model.graphs.cache import MAX_ROWS, ROW_BUCKETS, CudaCapture, Step, StepShape
 from foretoken.model.graphs.choice import GRAPHS_VARIABLE, GraphWarning, NotCaptured, takes_graphs
-from foretoken.model.graphs.shape import MAX_ROWS, ROW_BUCKETS, StepShape
 from foretoken.model.interface import EarlySegment, Segment
 from foretoken.model.layers import MkldnnWeight
 from foretoken.model.paged import PagedModel

@@ -24,13 +24,13 @@ from foretoken.server.observe.acceptance import (
     OTHER,
     AcceptanceDay,
     SeriesName,
+    acceptance_report,
     add_to_days,
     day_of,
     delete_old_days,
     judge_days,
     series_of,
 )
-from foretoken.server.observe.acceptance_report import acceptance_report
 from foretoken.server.observe.figures import added_places, figures_of
 from foretoken.server.observe.history import History, acceptance_series, connect
 from tests.server.records import drafted, record, stats_of

@@ -11,7 +11,7 @@ import pytest
 from foretoken.errors import InputError
 from foretoken.server.api.errors import ApiError
 from foretoken.server.api.forms import json_rule
-from foretoken.text.schema_numbers import check_numbers
+from foretoken.text.json_schema import check_numbers
 from tests.text.structures import Model, reference_tokenizer
 
 

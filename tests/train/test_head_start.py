@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from foretoken.heads.base import DraftVocabulary
 from foretoken.heads.checkpoint import make_head
 from foretoken.heads.config import EagleConfig
 from foretoken.heads.eagle import EagleHead
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.attention.paged import PackedAttention
 from foretoken.train.head_recipes import EagleShape, begin_as_last_layer, new_head, recipe_of
 from tests.train.tiny import VOCABULARY, tiny_target

@@ -29,11 +29,10 @@ from foretoken.machine.identity import versions
 from foretoken.measure.advise.candidates import AdviseCandidate
 from foretoken.measure.advise.cells import Machine
 from foretoken.measure.advise.costs import DrafterCosts, LoadCosts
-from foretoken.measure.advise.known_text import known_rounds
 from foretoken.measure.advise.launches import OTHERS, OURS
 from foretoken.measure.advise.options import FREE_TO_CHANGE, AdviseOptions
 from foretoken.measure.advise.report import ELSEWHERE, Measured
-from foretoken.measure.advise.rounds import AnswerRounds, answered
+from foretoken.measure.advise.rounds import AnswerRounds, answered, known_rounds
 from foretoken.measure.eval.prompts import EvalPrompt
 from foretoken.measure.kept import KeptFile, kept_run
 from foretoken.measure.progress import Tell, progress

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from foretoken.backend.answering import Drafting
 from foretoken.errors import CapacityError, ForetokenError, InputError, NumericsError, UnavailableError
@@ -18,12 +20,45 @@ from foretoken.measure.audit.checks import check_blocks, check_greedy, check_num
 from foretoken.measure.audit.distribution import check_distribution, rules_to_check
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import AuditOptions, BackendAuditOptions, Prompt, prompt_name
-from foretoken.measure.audit.report import audit_report
 from foretoken.measure.audit.session import Session
-from foretoken.measure.checks import Check, read_checks
+from foretoken.measure.checks import Check, check_table, read_checks, verdict
 from foretoken.measure.kept import KeptFile, kept_run
-from foretoken.measure.report import Report
+from foretoken.measure.report import Report, interruption_notes
 from foretoken.measure.write import write_report
+
+
+def audit_report(
+    options: AuditOptions | BackendAuditOptions,
+    checks: Sequence[Check],
+    command: str,
+    interrupted: bool = False,
+    notes: Sequence[str] = (),
+    **about: Any,  # noqa: ANN401 - versions, machine and date, where they are known
+) -> Report:
+    """The report of the checks that were made, with the verdict as its heading."""
+    line, passed = verdict(checks, interrupted)
+    return Report(
+        title="Audit",
+        command=command,
+        options=asdict(options),
+        results={
+            "verdict": line,
+            "passed": passed,
+            "checks": tuple(checks),
+            "false_alarm_rate": options.alpha,
+            "interrupted": interrupted,
+        },
+        tables=(check_table(checks),),
+        explained=(
+            "A correct engine fails any of the statistical checks with probability "
+            f"{options.alpha:g} at most; the other checks never fail by chance."
+        ),
+        caveats=(*interruption_notes(interrupted, options.resume), *notes),
+        verdict=line,
+        passed=passed,
+        **about,
+    )
+
 
 _Failures = type[ForetokenError] | tuple[type[ForetokenError], ...]
 

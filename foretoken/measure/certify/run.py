@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from typing import Any
 
 from foretoken.backend.answering import Question
@@ -14,17 +15,73 @@ from foretoken.measure.certify.asking import Asker, CertifySession, SideFailedEr
 from foretoken.measure.certify.forms import check_forms
 from foretoken.measure.certify.greedy import check_greedy, check_parameters
 from foretoken.measure.certify.options import KINDS, CertifyOptions
-from foretoken.measure.certify.report import certify_report
-from foretoken.measure.certify.sampled import check_distribution, check_seeds
+from foretoken.measure.certify.sampled import SETTINGS, check_distribution, check_seeds, level_of, num_answers
 from foretoken.measure.certify.whole import check_limits, check_stream
-from foretoken.measure.checks import Check
+from foretoken.measure.checks import Check, check_table, verdict
 from foretoken.measure.kept import kept_run
 from foretoken.measure.progress import progress
 from foretoken.measure.prompts import read_prompts
 from foretoken.measure.report import Report, interruption_notes
-from foretoken.measure.sides import OpenSide, open_sides
+from foretoken.measure.sides import OpenSide, open_sides, side_table
 from foretoken.measure.workload import Prompt, in_turns, slices
 from foretoken.measure.write import write_report
+
+
+def certify_report(
+    options: CertifyOptions,
+    about: Mapping[str, Mapping[str, str]],
+    checks: Sequence[Check],
+    rows: Sequence[Mapping[str, Any]],
+    drafted: Mapping[str, int] | None,
+    command: str,
+    caveats: Sequence[str],
+    interrupted: bool,
+) -> Report:
+    """The report of the checks; `about` says of each side what it is, `rows` are all requests with their answers,
+    `drafted` what B drafted in this run and how much of it was accepted, None where it does not count.
+    """
+    line, passed = verdict(checks, interrupted)
+    results: dict[str, Any] = {
+        "kind": "certify",
+        "verdict": line,
+        "passed": passed,
+        "checks": checks,
+        "false_alarm_rate": options.alpha,
+        "sides": about,
+        "drafted": drafted,
+        "rows": rows,
+        "interrupted": interrupted,
+    }
+    return Report(
+        title="Certificate",
+        command=command,
+        options=asdict(options),
+        results=results,
+        tables=(check_table(checks, "B against A"), side_table(about)),
+        explained=_explained(options, drafted),
+        caveats=tuple(caveats),
+        verdict=line,
+        passed=passed,
+    )
+
+
+def _explained(options: CertifyOptions, drafted: Mapping[str, int] | None) -> str:
+    count = num_answers(options.effect, options.alpha)
+    told = ""
+    if drafted:
+        told = f"B drafted {drafted['drafted']:,} tokens, of which {drafted['accepted']:,} were accepted. "
+    drawn = (
+        f"A correct B fails any of the tests of sampled answers with probability {options.alpha:g} at most: each of "
+        f"the {2 * len(SETTINGS)} is made at level {level_of(options.alpha):.2g}, on {count} answers of each side. The "
+        "other checks"
+    )
+    return told + (
+        f"{drawn if 'distribution' in options.only else 'Sampled answers were not tested. The checks'} never fail by "
+        "chance, if rounding moves log-probabilities by no more than "
+        f"{options.tolerance:g}. sees: what a check misses with probability 0.01 at most. not asked: a side refuses "
+        "the request, or does not report what the check needs. undecided: A does the same, or nothing could differ."
+    )
+
 
 _CHECKS: Mapping[str, Callable[[CertifySession], Iterator[Check]]] = {
     "greedy": check_greedy,
@@ -35,7 +92,9 @@ _CHECKS: Mapping[str, Callable[[CertifySession], Iterator[Check]]] = {
     "seeds": check_seeds,
     "forms": check_forms,
 }
+
 _FREE_TO_CHANGE = ("only", "tolerance", "effect", "alpha")  # of a run that goes on: they decide about no answer
+
 _NUM_LOGPROBS = 5  # the most that every server gives
 
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.draft.open_head import neighbours
-from foretoken.heads.base import Head
+from foretoken.heads.base import DraftVocabulary, Head
 from foretoken.heads.checkpoint import make_head
 from foretoken.heads.config import BlockConfig, EagleConfig, HeadConfig
-from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.measure.diagnose.reference import Sampling
 from foretoken.model.architecture import ModelConfig
 from foretoken.train.students import Student

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from foretoken.measure.diagnose.endpoint import Reported
 from foretoken.measure.diagnose.options import DiagnoseOptions
-from foretoken.measure.diagnose.reading import FileFinding
+from foretoken.measure.diagnose.reading import FileFinding, Reported
 from foretoken.measure.diagnose.reference import Accepted
 from foretoken.measure.diagnose.repairs import Repair
 from foretoken.measure.report import Report, Table, interruption_notes

@@ -19,8 +19,8 @@ from foretoken.field_text import from_mapping
 from foretoken.heads.base import HeadBatch
 from foretoken.machine.identity import versions
 from foretoken.measure.diagnose import reading, reference
-from foretoken.measure.diagnose.endpoint import ask_endpoint, reported_from
 from foretoken.measure.diagnose.options import DiagnoseOptions
+from foretoken.measure.diagnose.reading import ask_endpoint, reported_from
 from foretoken.measure.diagnose.reference import Accepted, Sampling, Text, measure
 from foretoken.measure.diagnose.repairs import Asking, Repair, head_repairs, length_repairs, text_repairs
 from foretoken.measure.diagnose.report import Diagnosis, Trial, diagnose_report

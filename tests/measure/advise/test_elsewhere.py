@@ -19,9 +19,8 @@ from foretoken.errors import ConfigError, ForetokenError, InputError
 from foretoken.measure.advise import elsewhere
 from foretoken.measure.advise.candidates import candidates_of
 from foretoken.measure.advise.elsewhere import rows_to_measure, steady_step_s
-from foretoken.measure.advise.known_text import known_rounds
 from foretoken.measure.advise.options import AdviseOptions
-from foretoken.measure.advise.rounds import RoundRecorder
+from foretoken.measure.advise.rounds import RoundRecorder, known_rounds
 from foretoken.measure.eval.prompts import EvalPrompt
 from foretoken.text.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import tiny_checkpoint, tiny_tokenizer

@@ -21,8 +21,7 @@ from foretoken.measure.audit.checks import AS_PLAIN
 from foretoken.measure.audit.distribution import judged
 from foretoken.measure.audit.judge import Judge
 from foretoken.measure.audit.options import BackendAuditOptions, ChatPrompt, Prompt
-from foretoken.measure.audit.report import audit_report
-from foretoken.measure.audit.run import run_backend_audit
+from foretoken.measure.audit.run import audit_report, run_backend_audit
 from foretoken.measure.checks import Check, failed
 from foretoken.measure.report import Report
 from foretoken.server.api.app import create_app

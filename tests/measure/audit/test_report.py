@@ -11,7 +11,7 @@ import pytest
 
 from foretoken import SpecConfig, StorageError
 from foretoken.measure.audit.options import AuditOptions
-from foretoken.measure.audit.report import audit_report
+from foretoken.measure.audit.run import audit_report
 from foretoken.measure.checks import Check, failed, verdict
 from foretoken.measure.report import markdown, print_report
 from foretoken.measure.write import write_report

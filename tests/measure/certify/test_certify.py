@@ -22,8 +22,7 @@ from foretoken.measure.certify import forms, run
 from foretoken.measure.certify.asking import Asker, CertifySession, own_rules, reply_from
 from foretoken.measure.certify.greedy import compared, follows, part_at_tie_of
 from foretoken.measure.certify.options import CertifyOptions
-from foretoken.measure.certify.report import certify_report
-from foretoken.measure.certify.run import made_checks
+from foretoken.measure.certify.run import certify_report, made_checks
 from foretoken.measure.certify.whole import _stream_problem, check_stream
 from foretoken.measure.checks import Check
 from foretoken.measure.html import html_page

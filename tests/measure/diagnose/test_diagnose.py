@@ -15,9 +15,8 @@ from foretoken.backend.http_stream import read_position_counters
 from foretoken.errors import ConfigError, InputError, UnavailableError
 from foretoken.heads.base import HeadBatch
 from foretoken.measure.diagnose import run as run_module
-from foretoken.measure.diagnose.endpoint import Reported, ask_endpoint
 from foretoken.measure.diagnose.options import DiagnoseOptions
-from foretoken.measure.diagnose.reading import FileFinding
+from foretoken.measure.diagnose.reading import FileFinding, Reported, ask_endpoint
 from foretoken.measure.diagnose.reference import Accepted, Sampling, windows
 from foretoken.measure.diagnose.repairs import Asking, Repair, text_repairs
 from foretoken.measure.diagnose.report import Diagnosis, Trial, conclusion_of, diagnose_report
