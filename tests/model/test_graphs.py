@@ -187,7 +187,7 @@ def test_what_is_not_replayed_runs_as_usual(reason: str, graphs: None, monkeypat
     elif reason == cache.MANY_NUMBERS:
         model.graphs.block = model.graphs.block[:20]
     elif reason == cache.MANY_GRAPHS:
-        monkeypatch.setattr(cache, "MAX_GRAPHS", 0)
+        monkeypatch.setattr(cache.CapturedSteps, "max_graphs", 0)
     elif reason == cache.NO_MEMORY:
         model.graphs.capture = _without_memory
     for sequence in range(2):
@@ -293,7 +293,7 @@ def test_buckets(graphs: None) -> None:
         work = numbers_of(inputs.readers, model.local)
         shape = StepShape.of(rows, work, ())
         assert rows <= shape.rows <= max(1, rows * 3 // 2)
-        assert work.num_tiles <= shape.tiles <= shape.rows
+        assert work.num_tiles <= shape.rows
         assert work.num_parts <= shape.parts < 2 * work.num_parts
         assert len(shape.numbers(inputs, work, 400)) == shape.places["tail"].start
         assert shape.places["tail"].start <= cache.HEAD_NUMBERS
