@@ -13,18 +13,8 @@ from foretoken.machine.linux import GROUPS, OWN_GROUP, meminfo, own_groups, text
 if TYPE_CHECKING:
     import torch
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _MAX_BYTES = 1 << 60
 _MIN_PLAIN_BYTES = 1 << 16  # a smaller number without a unit was not meant as bytes: no model fits into them
 # Files of a control group, by the version of control groups.

@@ -13,7 +13,7 @@ from foretoken.model.architecture import ModelConfig
 from foretoken.model.fields import Fields, shown
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
-MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+MARKOV_IN = "markov_head.markov_w1.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 MARKOV_TYPE = "vanilla"  # the sum of W2 W1[token before] and the logits
 CORRECTION_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")

@@ -12,32 +12,10 @@ from foretoken.errors import ConfigError
 from foretoken.heads.config import BlockConfig, EagleConfig
 from foretoken.heads.formats.block import CORRECTION_KEYS, DFLASH, DSPARK, block_json
 from foretoken.heads.formats.eagle import ARCHITECTURE_3, NORM_FLAGS, eagle_json, layer_ids
-from foretoken.heads.formats.layers import taps_to_outputs
+from foretoken.heads.formats.layers import layer_json, taps_to_outputs
 from foretoken.model.fields import Fields
 
 VERSION = "0.9.0"  # of speculators, whose keys these are
-_LAYER_KEYS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-    "layer_types",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-)
 _BLOCK_KEYS = ("block_size", *CORRECTION_KEYS)
 
 
@@ -81,6 +59,7 @@ def speculators_json(
     if isinstance(config, EagleConfig) and config.version == 1:
         raise ConfigError("version", 1, "the speculators form is written for EAGLE-3 and block drafters")
     raw = eagle_json(config, dtype) if isinstance(config, EagleConfig) else block_json(config, dtype)
+    of_layers = layer_json(config.layer, dtype).keys() - {"architectures", "torch_dtype"} | {"layer_types"}
     kind = "eagle3" if isinstance(config, EagleConfig) else "dspark" if raw["architectures"] == [DSPARK] else "dflash"
     names = {"eagle3": "Eagle3Speculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
     form: dict[str, Any] = {
@@ -90,7 +69,7 @@ def speculators_json(
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "torch_dtype": dtype,
-        "transformer_layer_config": {key: raw[key] for key in _LAYER_KEYS if key in raw},
+        "transformer_layer_config": {key: value for key, value in raw.items() if key in of_layers},
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
