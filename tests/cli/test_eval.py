@@ -23,12 +23,15 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 SHORT = ["--max-tokens", 12, "--num-draft", 3, "--dtype", "float32"]
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "ids.jsonl"
-    lines = [{"prompt_ids": token_ids(4 + i, seed=i) * 2, "slice": "ab"[i % 2]} for i in range(10)]
+def written(path: Path, num_prompts: int) -> Path:
+    lines = [{"prompt_ids": token_ids(4 + i, seed=i) * 2, "slice": "ab"[i % 2]} for i in range(num_prompts)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return written(tmp_path / "ids.jsonl", 10)
 
 
 def test_the_file_holds_what_a_later_run_compares(foretoken: Run, pair: SimpleNamespace, prompts: Path) -> None:
@@ -80,9 +83,8 @@ def test_a_price_is_one_of_plain_decoding_too(foretoken: Run, pair: SimpleNamesp
     assert foretoken(*common, "--price-per-hour", 0).code == 2
 
 
-def test_a_worse_draft_is_exit_code_5_and_named(
-    foretoken: Run, pair: SimpleNamespace, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_worse_draft_is_exit_code_5_and_named(foretoken: Run, pair: SimpleNamespace, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "ids.jsonl", 20)
     worse = shutil.copytree(pair.draft, tmp_path / "worse")
     weights = load_file(worse / "model.safetensors")
     torch.manual_seed(0)

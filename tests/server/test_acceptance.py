@@ -218,7 +218,8 @@ def _head_with_another_rope(folder: Path) -> Path:
 
 def test_the_cause_is_looked_for_where_it_has_fallen(tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "why.json"
-    prompts.write_text('{"prompt": "The water in the glass"}\n{"prompt": "def add(a, b):"}\n')
+    texts = ("The water in the glass", "def add(a, b):", "import os", "class Point:", "for i in range", "return self")
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     head = _head_with_another_rope(tmp_path / "head")
     pair = ("--target", "reference:target", "--head", str(head), "--prompts", str(prompts), "--out", str(out))
     fell = _ask(_serve(tmp_path / "fell.db", 30, 10), *pair)
