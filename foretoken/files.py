@@ -193,7 +193,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_file(field: str, path: Path) -> None:
-    """Check that a file can be written
+    """Check that a file can be written.
 
     Raises:
         StorageError: names the field: the file is a folder or protected, or its folder is not there or cannot be

@@ -13,14 +13,13 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from foretoken.model.row_kernels import RowKernels, Scoring, SegmentRows, row_kernels
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record
+from studies.command import exit_code_of, record, record_file
 
 _HEADS, _GROUPS, _SIZE = 9, 3, 64
 _SPARE = 16  # slots between the texts of two requests
@@ -37,7 +36,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="1x170,4x170,16x170,1x1500,4x1500")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

@@ -22,7 +22,7 @@ from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.printing.console import Console
 from foretoken.train.answers import read_answers
-from studies.command import exit_code_of, record
+from studies.command import exit_code_of, record, record_file
 
 _MAX_TOKENS = 700  # of a document
 _KINDS = {"float64": ("float64", "model"), "float32 cache": ("auto", "model"), "float16 cache": ("auto", "float16")}
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=50, help="evenly spread over the file")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

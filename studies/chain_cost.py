@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from foretoken.model.matrices.quant import head_format
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
-from studies.command import record, setting_of, whole_numbers
+from studies.command import record, record_file, setting_of, whole_numbers
 
 _WAYS = ("one call", "a call for each token")
 _WARM_ROUNDS = 8
@@ -49,7 +48,7 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--context", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     tokens = options.context + 2 * options.rounds + _WARM_ROUNDS + options.num_draft + 64
     folder, num_slots = model_folder(options.target), max(options.requests) * tokens

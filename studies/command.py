@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import ForetokenError
-from foretoken.files import to_json
+from foretoken.errors import ForetokenError, StorageError
+from foretoken.files import check_file, to_json
 from foretoken.machine.identity import machine, versions
 from foretoken.measure.report import Report, now, print_report
 from foretoken.measure.write import check_name, check_out, write_report
@@ -81,6 +81,16 @@ def end(process: subprocess.Popen[Any]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def record_file(text: str) -> Path:
+    """The file for a study's record, looked at before anything is measured, for argparse."""
+    path = Path(text)
+    try:
+        check_file("--out", path)
+    except StorageError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--out: ")) from None
+    return path
 
 
 def record(study: str, results: Mapping[str, Any], out: Path | None) -> dict[str, Any]:

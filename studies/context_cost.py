@@ -30,7 +30,7 @@ from foretoken.model.interface import Segment
 from foretoken.model.paged import PagedModel
 from foretoken.model.row_kernels import FLAGS, SOURCE, RowKernels
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record, whole_numbers, words
+from studies.command import exit_code_of, record, record_file, whole_numbers, words
 from studies.step_cost import opened
 
 _NOW, _BEFORE = "now", "before"
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--rows", type=whole_numbers, default=(1, 4, 8), help="of a chain of draft tokens")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--before", type=Path, help="root of another checkout")
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

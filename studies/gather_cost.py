@@ -16,7 +16,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -28,7 +27,7 @@ from foretoken.model.layers import Linear
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.model.paged import PagedModel
-from studies.command import record
+from studies.command import record, record_file
 
 LAYOUTS = ("adjacent", "adopted", "scattered")
 _ADOPTED_TOKENS = (32, 64, 128, 256, 512)
@@ -116,7 +115,7 @@ def main() -> int:
     parser.add_argument("--contexts", default="512,1024,2048,4096")
     parser.add_argument("--rows", default="1,5")
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     contexts, rows = ([int(word) for word in words.split(",")] for words in (options.contexts, options.rows))
     cache_tokens = 2 * max(contexts) + 512

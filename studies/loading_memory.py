@@ -17,7 +17,7 @@ from typing import Any
 from foretoken.errors import ForetokenError, StorageError
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record, setting_of
+from studies.command import exit_code_of, record, record_file, setting_of
 
 _LOAD = """
 import sys
@@ -47,7 +47,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("models", nargs="+", help="folders of checkpoints, hub ids or GGUF files")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     return exit_code_of(lambda: _run(parser.parse_args()))
 
 

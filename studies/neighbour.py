@@ -34,7 +34,7 @@ from foretoken.machine.neighbours import OtherLoad
 from foretoken.machine.threads import sleeping
 from foretoken.measure.kept import KeptFile
 from foretoken.measure.speed.contenders import Other
-from studies.command import exit_code_of, record, words
+from studies.command import exit_code_of, record, record_file, words
 
 PLAIN = "plain"
 DRAFTERS = (PLAIN, "ngram", "draft_model", "auto")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", type=words, default=(), help="settings of other engines")
     parser.add_argument("--waiting", type=words, default=tuple(WAITING), help=f"some of {', '.join(WAITING)}")
     parser.add_argument("--keep", type=Path, default=Path("neighbour.jsonl"), help="every answer, as it is measured")
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 

@@ -26,7 +26,7 @@ from foretoken.measure.advise.cells import ALL_SLICES, SpeedCell, best_cells, ce
 from foretoken.measure.advise.options import AdviseOptions
 from foretoken.measure.advise.run import measured
 from foretoken.measure.eval.prompts import own_prompts, prompts_of
-from studies.command import record, setting_of, whole_numbers, words
+from studies.command import record, record_file, setting_of, whole_numbers, words
 
 TOLERANCE = 0.15
 _MIN_ROUNDS = 3  # of requests at each load: with one, prompts of those that join count, and their answers hardly
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--budget-s", type=float, default=60.0)
     parser.add_argument("--weights", default="auto")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     asked = AdviseOptions(
         options.target,

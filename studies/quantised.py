@@ -16,7 +16,6 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from foretoken.kernels.build import built
 from foretoken.model.layers import Linear, PackedWeight
 from foretoken.model.matrices.codes import SUPER, GroupedCodes, WholeScales
 from foretoken.model.matrices.grouped_kernel import SOURCE, GroupedWeight, instructions
-from studies.command import record
+from studies.command import record, record_file
 
 # bits, code of zero, group, whether there are minimums, whether float16 holds the scales (else they are whole numbers)
 GROUPED = {
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=2, help="matrices of each format")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     counts = [int(word) for word in options.rows.split(",")]

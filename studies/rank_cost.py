@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from foretoken.config import PLAIN, SamplingParams, SpecConfig
 from foretoken.engine.llm import LLM
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record, setting_of, whole_numbers, words
+from studies.command import exit_code_of, record, record_file, setting_of, whole_numbers, words
 
 _WARM_UP_TURNS = 1
 
@@ -40,7 +39,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

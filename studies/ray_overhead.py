@@ -15,11 +15,10 @@ import json
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from studies.command import record
+from studies.command import record, record_file
 from studies.serving_load.client import StreamAnswer, ask
 from studies.serving_load.server import KEY, LoadedServer, loaded_server
 
@@ -102,7 +101,7 @@ def main() -> int:
     made.add_argument("--streams", type=int, default=8)
     made.add_argument("--rounds", type=int, default=6, help="requests of each stream in one turn")
     made.add_argument("--turns", type=int, default=3)
-    made.add_argument("--out", type=Path)
+    made.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = made.parse_args()
     print(json.dumps(record("ray_overhead", measure(options), options.out), indent=1))
     return 0

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from foretoken.model.interface import Segment
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record, setting_of, whole_numbers
+from studies.command import exit_code_of, record, record_file, setting_of, whole_numbers
 
 PLAIN_SIDE, OWN_SIDE, REMOTE_SIDE = "plain", "same process", "other process"
 _END_S = 10.0
@@ -163,7 +162,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from foretoken.core import Draft, Mass, Uniforms, Verdict
 from foretoken.text.randomness import RaceNoise, round_uniforms
 from foretoken.text.sampling import target_probs
 from foretoken.verify import RULES, verify_batch
-from studies.command import record, setting_of
+from studies.command import record, record_file, setting_of
 
 FILTERS: dict[str, dict[str, Any]] = {
     "temperature": {},
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--step-ms", type=float, default=54.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     torch.manual_seed(0)
     logits = torch.randn(options.num_draft + 1, options.vocab, device=options.device) * 4

@@ -20,14 +20,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from foretoken import LLM, AsyncEngine
 from foretoken.backend.local import LocalBackend
 from foretoken.server.api.app import create_app
 from foretoken.server.api.config import ApiConfig
-from studies.command import record
+from studies.command import record, record_file
 
 SETTINGS = {
     "none": {},
@@ -159,7 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.3)
     parser.add_argument("--drafter", default="suffix")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     with LLM("reference:target", dtype="float32", profile="off") as llm, AsyncEngine(llm) as engine:
         rows = asyncio.run(measure(options, LocalBackend(engine, "reference")))

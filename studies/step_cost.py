@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from foretoken.model.open import open_device, open_model
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record, whole_numbers, words
+from studies.command import exit_code_of, record, record_file, whole_numbers, words
 from studies.widen.plan import plan
 
 _WARM_UP_TURNS = 3  # graphs are captured in the first
@@ -88,7 +87,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--settings", type=words, default=("default",), help=f"some of {', '.join(SETTINGS)}")
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from foretoken.model.names import model_folder
 from foretoken.model.paged import PagedModel
 from foretoken.model.paged_cache import DEFAULT_BLOCK_SIZE
 from foretoken.model.strict import StrictModel, strict_kind
-from studies.command import record
+from studies.command import record, record_file
 
 _WARM_UP = 2
 
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     decoder = load_decoder(model_folder(options.target), options.dtype, options.device)
     num_slots = 2 * DEFAULT_BLOCK_SIZE + 2 * (options.context + options.prompt)

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from foretoken import LLM
 from foretoken.measure.prompts import with_template
 from foretoken.measure.stats import Measured, paired_ratio
 from foretoken.measure.workload import Prompt
-from studies.command import exit_code_of, record, setting_of, whole_numbers, words
+from studies.command import exit_code_of, record, record_file, setting_of, whole_numbers, words
 from studies.real_batches.stage import PLAIN, Sampling, Stage
 
 _TEXT = {"type": "string", "maxLength": 40}
@@ -129,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=280.0, help="after which no further round begins")
     parser.add_argument("--threads", type=int, help="without it, torch's number")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     return parser
 
 

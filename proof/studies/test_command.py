@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import studies
-from studies.command import record, setting_of
+from studies.command import record, record_file, setting_of
 
 FOLDER = Path(studies.__file__).parent
 STUDIES = [module.name for module in pkgutil.iter_modules([str(FOLDER)]) if module.name != "command"]
@@ -46,3 +46,17 @@ def test_a_result_carries_command_machine_and_versions(tmp_path: Path, monkeypat
 def test_a_setting_is_what_json_can_hold() -> None:
     options = argparse.Namespace(model=Path("m"), rows=3, out=Path("x"))
     assert setting_of(options) == {"model": "m", "rows": 3}
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It failed behind minutes of measurements."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=record_file)
+    for place in (tmp_path, tmp_path / "no folder" / "a.json"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--out", str(place)])
+        assert f"argument --out: cannot write {place}: " in capsys.readouterr().err
+    assert parser.parse_args(["--out", str(tmp_path / "a.json")]).out == tmp_path / "a.json"
+    assert not (tmp_path / "a.json").exists()

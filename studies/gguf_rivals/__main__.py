@@ -30,7 +30,7 @@ from foretoken.model.interface import LanguageModel
 from foretoken.model.names import model_folder
 from foretoken.model.open import open_model
 from foretoken.text.tokenizer import Tokenizer, load_tokenizer
-from studies.command import INTERRUPTED, exit_code_of, record, whole_numbers, words
+from studies.command import INTERRUPTED, exit_code_of, record, record_file, whole_numbers, words
 from studies.gguf_rivals.files import programs
 from studies.gguf_rivals.quality import held_out_text, our_nats, scored_bytes, their_nats, windows_of
 from studies.gguf_rivals.row_cost import compared, our_times, their_times
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="auto", help="of what is not quantised, in our engine")
     parser.add_argument("--keep", type=Path, default=Path("gguf_rivals.jsonl"), help="every measurement as it is made")
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     return parser
 
 

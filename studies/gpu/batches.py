@@ -17,7 +17,7 @@ from typing import Any
 from foretoken import LLM, SamplingParams, SpecConfig
 from foretoken.measure.workload import slices
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record, whole_numbers, words
+from studies.command import exit_code_of, record, record_file, whole_numbers, words
 
 _PLAIN = "plain"
 _WARM_TOKENS = 8
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--batches", type=whole_numbers, default=(1, 2, 4, 8, 16, 32, 64))
     parser.add_argument("--drafters", type=words, default=("ngram", "auto"))
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

@@ -6,14 +6,13 @@ import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 from foretoken.errors import InputError
 from foretoken.model.open import open_device
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record
+from studies.command import exit_code_of, record, record_file
 
 
 def main() -> int:
@@ -22,7 +21,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mebibytes", type=int, default=2048, help="memory that is copied")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from foretoken.errors import InputError
 from foretoken.model.open import open_device
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record
+from studies.command import exit_code_of, record, record_file
 
 _PACKAGES = {
     "every part": (
@@ -30,7 +29,7 @@ def main() -> int:
     """Write what is here; an error names what is missing for every part."""
     parser = argparse.ArgumentParser(prog="python -m studies.gpu.here", description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

@@ -22,7 +22,7 @@ import torch
 from foretoken.kernels.build import built, opened
 from foretoken.model.matrices.codes import large_page_tensor
 from foretoken.printing.console import Console
-from studies.command import exit_code_of, record, whole_numbers
+from studies.command import exit_code_of, record, record_file, whole_numbers
 
 _PAGES = ("ordinary", "large")
 
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--mebibytes", type=int, default=1024, help="memory that is read")
     parser.add_argument("--threads", type=whole_numbers, default=(1, 2))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))
 

@@ -28,7 +28,7 @@ from foretoken.model.layers import Linear
 from foretoken.model.paged import PagedModel
 from foretoken.printing.console import Console
 from studies import step_cost
-from studies.command import exit_code_of, record, whole_numbers
+from studies.command import exit_code_of, record, record_file, whole_numbers
 from studies.read_bandwidth.__main__ import buffers as read_buffers
 from studies.read_bandwidth.__main__ import read_s, reader
 
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--rows", type=whole_numbers, default=(1, 2, 4, 8, 16, 64, 512))
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     parser.add_argument("--plot", type=Path, help="an image of the table")
     options = parser.parse_args()
     return exit_code_of(lambda: _run(options))

@@ -16,10 +16,9 @@ import argparse
 import asyncio
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from studies.command import record, words
+from studies.command import record, record_file, words
 from studies.serving_load.cost import LibraryProcess, compare
 from studies.serving_load.server import LoadedServer, loaded_server
 from studies.serving_load.slow import compare_slow
@@ -106,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="float32")
     made.add_argument("--cache-tokens", type=int, default=16384)
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--out", type=Path)
+    made.add_argument("--out", type=record_file, help="a JSON file for the record")
     return made
 
 

@@ -40,7 +40,7 @@ from foretoken.measure.workload import in_turns, source_of
 from foretoken.model.names import model_folder
 from foretoken.printing.console import Console
 from foretoken.text.tokenizer import load_tokenizer
-from studies.command import INTERRUPTED, end, exit_code_of, record, words
+from studies.command import INTERRUPTED, end, exit_code_of, record, record_file, words
 from studies.gguf_rivals.files import programs
 from studies.gguf_rivals.prompts import SLICES, prompt_lines
 from studies.real_batches.asking import as_asked
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8731)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, default=Path("rivals"), help="a folder")
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--out", type=record_file, help="a JSON file for the record")
     return parser
 
 
